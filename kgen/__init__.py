@@ -1,0 +1,3 @@
+"""kgen: declarative generator and autotuner of CUDA kernels."""
+
+__version__ = "0.1.0"

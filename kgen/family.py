@@ -1,0 +1,263 @@
+"""What a kernel family must say about itself, and how families are found.
+
+A family is three files: ``templates/<name>.cu.j2`` (with its own ``.cuh``), ``specs/<name>*.yaml`` and
+``kgen/families/<name>.py``, which holds one subclass of `Family`. Nothing else names it. Families are
+imported by serving processes, so they may import numpy and the modules below this one only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from kgen.errors import InputError
+from kgen.targets import Target
+
+Value = int | str
+Candidate = Mapping[str, Value]
+"""One value for every tunable of a spec."""
+Layout = Mapping[str, Value]
+"""The fields of one head layout of a spec."""
+Point = Mapping[str, int]
+"""One value for every workload axis: a shape to time, or the capacities to prepare for."""
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A named rule that a candidate must meet; the name is what people read when a point is rejected."""
+
+    name: str
+    holds: Callable[[Candidate, Layout, Target], bool]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One field of the kernels' parameter struct, in order."""
+
+    name: str
+    kind: Literal["pointer", "int64", "int32", "float32"]
+
+
+_FORMATS = {"pointer": ("Q", 8), "int64": ("q", 8), "int32": ("i", 4), "float32": ("f", 4)}
+
+
+@dataclass(frozen=True)
+class ParameterStruct:
+    """The C layout of a parameter struct: fields at natural alignment, size padded to 8 bytes."""
+
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each field."""
+        offsets, at = {}, 0
+        for parameter in self.parameters:
+            size = _FORMATS[parameter.kind][1]
+            at = -(-at // size) * size
+            offsets[parameter.name] = at
+            at += size
+        return offsets
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the struct with its tail padding."""
+        last = self.parameters[-1]
+        return -(-(self.offsets[last.name] + _FORMATS[last.kind][1]) // 8) * 8
+
+    @property
+    def packer(self) -> struct.Struct:
+        """Packs the values of all fields, in order, into the struct's bytes."""
+        text, at = "<", 0
+        for parameter in self.parameters:
+            code, size = _FORMATS[parameter.kind]
+            pad = self.offsets[parameter.name] - at
+            text += f"{pad}x{code}" if pad else code
+            at = self.offsets[parameter.name] + size
+        pad = self.size_bytes - at
+        return struct.Struct(text + (f"{pad}x" if pad else ""))
+
+    def pack(self, values: Mapping[str, int | float]) -> bytes:
+        """The struct's bytes; every field needs a value (0 is a null pointer)."""
+        return self.packer.pack(*(values[parameter.name] for parameter in self.parameters))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry point of a rendered source, with its launch shape. ``shared_bytes`` is dynamic."""
+
+    entry: str
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: entry, grid, threads a block, dynamic shared bytes."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of one call, in stream order, fixed for capacities; lengths are read on the device.
+
+    ``workspace_bytes`` names device buffers that the launches share, ``scalars`` the parameter values
+    that the plan decides. A launch may be empty at some lengths but never missing.
+    """
+
+    launches: tuple[Launch, ...]
+    workspace_bytes: Mapping[str, int]
+    scalars: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One validation problem: a name, the lengths and options that make its inputs, nothing random."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least work of one call: floating-point operations, and bytes read plus written once."""
+
+    flop: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class LaunchDemand:
+    """What one launch asks of a chip, for the model: ``steps`` is of its longest block; the rest is per step or block."""
+
+    entry: str
+    blocks: int
+    steps: int
+    step_mma_flop: float
+    step_shared_bytes: float
+    step_gather_bytes: float
+    step_syncs: float
+    block_bytes: float
+    dram_bytes: float
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a result may be from the float64 reference: relative L2 error, and the largest absolute error."""
+
+    relative_l2: float
+    max_abs: float
+
+
+class Family(ABC):
+    """A family of interchangeable kernels that compute one function.
+
+    ``params`` is the C struct that every entry takes; ``layout_constants`` are the layout fields compiled
+    into the source (the others are run-time parameters, so layouts share cubins); ``inputs`` / ``outputs``
+    are the pointer parameters that a caller supplies (the remaining pointers are workspace).
+    """
+
+    name: ClassVar[str]
+    template: ClassVar[str]
+    params: ClassVar[ParameterStruct]
+    layout_constants: ClassVar[tuple[str, ...]]
+    inputs: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[str, ...]]
+    axes: ClassVar[tuple[str, ...]]
+    constraints: ClassVar[tuple[Constraint, ...]]
+
+    @abstractmethod
+    def label(self, candidate: Candidate) -> str:
+        """The decodable part of a source's name, e.g. ``flash_m64_n32_s2_w8``."""
+
+    @abstractmethod
+    def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
+        """Everything the template may name: tunables, layout constants and what follows from them."""
+
+    @abstractmethod
+    def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
+        """The entry points of the rendered source; the first is the main one (occupancy, resources)."""
+
+    @abstractmethod
+    def plan(
+        self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int
+    ) -> Plan:
+        """Grids and workspace for the largest call; ``resident_blocks`` is of the main kernel, per SM."""
+
+    @abstractmethod
+    def cases(self, layout: Layout) -> tuple[Case, ...]:
+        """Validation problems, small enough for the emulator: every feature and edge at least once."""
+
+    @abstractmethod
+    def point_case(self, point: Point) -> Case:
+        """The problem that times one workload point."""
+
+    @abstractmethod
+    def capacity(self, case: Case) -> Point:
+        """The capacities that a case needs."""
+
+    @abstractmethod
+    def make_inputs(self, layout: Layout, case: Case, seed: int) -> dict[str, Array | None]:
+        """Input arrays by parameter name (bf16 as uint16); None where the case leaves an input out."""
+
+    @abstractmethod
+    def output_arrays(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array | None]:
+        """Output arrays of the right shape, poisoned with NaN so that an unwritten element fails the check."""
+
+    @abstractmethod
+    def scalars(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> Mapping[str, int | float]:
+        """Parameter values that depend on the inputs but not on the plan."""
+
+    @abstractmethod
+    def reference(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array]:
+        """The outputs in float64 numpy, from the definition."""
+
+    @abstractmethod
+    def as_float(self, output: str, array: Array) -> Array:
+        """An output array as float64 numbers."""
+
+    @abstractmethod
+    def work(self, layout: Layout, point: Point) -> Work:
+        """The least work at a workload point."""
+
+    @abstractmethod
+    def demand(self, candidate: Candidate, layout: Layout, point: Point, plan: Plan) -> tuple[LaunchDemand, ...]:
+        """What each launch of the plan asks at a workload point, for the model."""
+
+    def violations(self, candidate: Candidate, layout: Layout, target: Target) -> list[str]:
+        """Names of the constraints that the candidate does not meet."""
+        return [rule.name for rule in self.constraints if not rule.holds(candidate, layout, target)]
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """All families, by name: one instance of every `Family` subclass found in ``kgen/families``."""
+    import kgen.families
+
+    found: dict[str, Family] = {}
+    for module in pkgutil.iter_modules(kgen.families.__path__):
+        loaded = importlib.import_module(f"kgen.families.{module.name}")
+        for item in vars(loaded).values():
+            if isinstance(item, type) and issubclass(item, Family) and item.__module__ == loaded.__name__:
+                found[item.name] = item()
+    return found
+
+
+def find_family(name: str, where: str) -> Family:
+    """The family called ``name``; InputError naming ``where`` and the known ones otherwise."""
+    known: Sequence[str] = sorted(families())
+    if name not in families():
+        raise InputError(where, "unknown kernel family", seen=repr(name), remedy=f"known: {', '.join(known)}")
+    return families()[name]

@@ -1,0 +1,175 @@
+// What a kernel may ask of the machine. Kernel bodies use these names only, so that the same text runs
+// on a GPU (this file) and in the emulator (kgen_emulator/primitives.hpp, the same names on the CPU).
+#pragma once
+
+#ifdef KGEN_EMULATOR
+#include <kgen_emulator/primitives.hpp>
+#else
+
+#include <cstddef>
+#include <cstdint>
+
+#define KGEN_DEVICE __device__ __forceinline__
+#define KGEN_UNROLL _Pragma("unroll")
+
+// An entry point: one parameter struct by value. The caller gives threads a block and blocks an SM.
+#define KGEN_KERNEL(name, threads, blocks_per_sm, Params, params) \
+  extern "C" __global__ void __launch_bounds__(threads, blocks_per_sm) name(const __grid_constant__ Params params)
+
+namespace kgen {
+
+// Indices.
+KGEN_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+KGEN_DEVICE int block_index_x() { return static_cast<int>(blockIdx.x); }
+KGEN_DEVICE int block_index_y() { return static_cast<int>(blockIdx.y); }
+KGEN_DEVICE int block_index_z() { return static_cast<int>(blockIdx.z); }
+
+// Types.
+struct bf16 {
+  uint16_t bits;
+};
+struct alignas(8) float2v {
+  float x, y;
+};
+struct alignas(16) float4v {
+  float x, y, z, w;
+};
+struct alignas(16) uint4v {
+  uint32_t x, y, z, w;
+};
+
+KGEN_DEVICE float to_float(bf16 value) { return __uint_as_float(static_cast<uint32_t>(value.bits) << 16); }
+// Round to nearest even; `low` lands in the lower half (the lower address).
+KGEN_DEVICE uint32_t pack_bf16x2(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+KGEN_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+KGEN_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+KGEN_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
+
+// A pointer to device memory. `load_as<V>` and `store_as<V>` move one V that starts at element `i` and
+// must be aligned for V.
+template <typename T>
+struct Global {
+  T* pointer;
+  KGEN_DEVICE explicit operator bool() const { return pointer != nullptr; }
+  KGEN_DEVICE Global<T> operator+(int64_t i) const { return {pointer + i}; }
+  KGEN_DEVICE T load(int64_t i) const { return pointer[i]; }
+  KGEN_DEVICE void store(int64_t i, T value) const { pointer[i] = value; }
+  template <typename V>
+  KGEN_DEVICE V load_as(int64_t i) const {
+    return *reinterpret_cast<const V*>(pointer + i);
+  }
+  template <typename V>
+  KGEN_DEVICE void store_as(int64_t i, V value) const {
+    *reinterpret_cast<V*>(pointer + i) = value;
+  }
+};
+
+// An array in the block's dynamic shared memory.
+extern __shared__ __align__(128) unsigned char shared_memory[];
+template <typename T>
+struct Shared {
+  T* pointer;
+  KGEN_DEVICE T load(int i) const { return pointer[i]; }
+  KGEN_DEVICE void store(int i, T value) const { pointer[i] = value; }
+  template <typename V>
+  KGEN_DEVICE V load_as(int i) const {
+    return *reinterpret_cast<const V*>(pointer + i);
+  }
+  template <typename V>
+  KGEN_DEVICE void store_as(int i, V value) const {
+    *reinterpret_cast<V*>(pointer + i) = value;
+  }
+  // The byte address that ldmatrix, copies and mbarriers take.
+  KGEN_DEVICE uint32_t address(int i = 0) const {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer + i));
+  }
+};
+template <typename T>
+KGEN_DEVICE Shared<T> shared_array(int byte_offset, int count) {
+  (void)count;  // the emulator checks it
+  return {reinterpret_cast<T*>(shared_memory + byte_offset)};
+}
+
+// Barriers. A named barrier has an id from 1 to 15 and a thread count that is a multiple of 32.
+KGEN_DEVICE void block_sync() { __syncthreads(); }
+KGEN_DEVICE void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Warp collectives: all 32 lanes take part, always.
+KGEN_DEVICE void warp_sync() { __syncwarp(); }
+KGEN_DEVICE float shuffle_xor(float value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+KGEN_DEVICE bool warp_any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8.
+KGEN_DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+KGEN_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+// d[16x8] += a[16x16] * b[16x8], bf16 in, fp32 accumulate. Not volatile: the compiler may move it.
+KGEN_DEVICE void mma_bf16_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mbarriers, by shared byte address.
+KGEN_DEVICE void mbarrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+// After mbarrier_init, before the block_sync that publishes the barriers.
+KGEN_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+KGEN_DEVICE void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// One arrival that also adds `bytes` to what the phase waits for.
+KGEN_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Returns once the phase with this parity is complete.
+KGEN_DEVICE void mbarrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\n"
+      "bra WAIT;\nDONE:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Asynchronous copies from global to shared memory; source and destination are 16-byte aligned.
+// One thread copies `bytes` (a multiple of 16) and completes them on the mbarrier.
+template <typename T>
+KGEN_DEVICE void bulk_copy(uint32_t destination, Global<T> source, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+               "l"(source.pointer), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+template <typename T>
+KGEN_DEVICE void cp_async_16(uint32_t destination, Global<T> source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source.pointer) : "memory");
+}
+// This thread arrives on the mbarrier once all its earlier cp_async_16 have landed.
+KGEN_DEVICE void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+}  // namespace kgen
+
+#endif
