@@ -1,0 +1,346 @@
+"""Sources to cubins (or emulator objects): parallel, content-addressed, atomic.
+
+An entry is a folder ``<cache_dir>/<key[:2]>/<key>/`` that holds ``source.cu``, the artefact and ``result.json``; the key
+covers the architecture, the flags, the toolchain and the source. kgen/compile_step.py says when an entry is trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kgen import compile_step
+from kgen.errors import BuildError, KgenError, ToolchainError
+from kgen.resources import INCLUDE
+from kgen.toolchain import Toolchain
+
+if TYPE_CHECKING:
+    from kgen.render import Source
+
+EMULATOR = "emulator"
+NVCC_FLAGS = ("-cubin", "-std=c++17", "-Xptxas", "-v", "-x", "cu")
+STDIN = "/dev/stdin"
+_RUN_PREFIX, _RUN_KEPT_S = "run.", 24 * 3600
+
+# A user's variables that would change what a compiler makes without changing the key.
+_FOREIGN_VARIABLES = (
+    "NVCC_APPEND_FLAGS",
+    "NVCC_PREPEND_FLAGS",
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "COMPILER_PATH",
+    "GCC_EXEC_PREFIX",
+    "NINJA_STATUS",
+)
+_ERROR_LINE = re.compile(r"^.*\b(?:fatal )?error\b.*$|^.*undefined reference to.*$|^nvcc fatal.*$", re.MULTILINE)
+_PTXAS_ENTRY = re.compile(
+    r"Compiling entry function '(?P<name>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class EntryResources:
+    """What ptxas says that one kernel takes: registers and stack per thread, shared and spill bytes."""
+
+    registers: int
+    static_shared_bytes: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """One source built for one arch. ``path`` is None and ``sha256`` empty unless ``status`` is ``ok``.
+
+    ``resources`` is empty for the emulator. ``seconds`` is what the compile took, also when ``cached``.
+    """
+
+    source: Source
+    arch: str
+    status: str
+    path: Path | None
+    sha256: str
+    resources: Mapping[str, EntryResources]
+    log: str
+    key: str
+    seconds: float
+    cached: bool
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, as one line for people; empty for ``ok``. The whole story is in ``log``."""
+        if self.status == "ok":
+            return ""
+        if self.status == "compile_timeout":
+            return f"compiler stopped after {self.seconds:.0f} s"
+        found = _ERROR_LINE.search(self.log)
+        lines = self.log.strip().splitlines() or ["the compiler failed without a message"]
+        return found.group().strip() if found else lines[-1].strip()
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How to compile for one arch: the command (``{out}`` is the artefact) and all that it depends on but the source."""
+
+    arch: str
+    command: tuple[str, ...]
+    artefact: str
+    identity: tuple[str, ...]
+
+    def key(self, source: Source) -> str:
+        """The content address of ``source`` built by this recipe."""
+        parts = [str(compile_step.RESULT_SCHEMA), self.arch, *self.identity, source.sha256]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A source, its key and its folder in the cache."""
+
+    source: Source
+    key: str
+    folder: Path
+
+
+OnResult = Callable[[BuildResult], None]
+
+
+def build(
+    sources: Sequence[Source],
+    *,
+    arch: str,
+    toolchain: Toolchain,
+    cache_dir: Path,
+    jobs: int,
+    timeout_s: float,
+    on_result: OnResult | None = None,
+) -> list[BuildResult]:
+    """Build every source for ``arch`` (``sm_120``, ..., or ``emulator``), in the order of ``sources``.
+
+    A failing or slow source is a result with its status, and the others go on; ``on_result`` is called once for each
+    distinct source as it is done. Sources that are in the cache are not compiled again, except one that ran out of
+    ``timeout_s``. Raises ToolchainError if the toolchain cannot build for ``arch``, and BuildError if the cache cannot
+    be written or the compiles cannot be run at all.
+    """
+    recipe = _recipe(arch, toolchain)
+    run = uuid.uuid4().hex
+    entries = {source.sha256: _entry(source, recipe, cache_dir.resolve()) for source in sources}
+    results: dict[str, BuildResult] = {}
+
+    def finish(entry: _Entry, *, cached: bool) -> bool:
+        record = compile_step.trusted_result(entry.folder, entry.key, "" if cached else run)
+        if record is None:
+            return False
+        result = results[entry.source.sha256] = _result(entry, arch, record, cached=cached)
+        if on_result is not None:
+            on_result(result)
+        return True
+
+    missing = [entry for entry in entries.values() if not finish(entry, cached=True)]
+    if missing:
+        jobs_of_run = [_job(entry, recipe, run, number, timeout_s) for number, entry in enumerate(missing)]
+        with closing(_run_ninja(jobs_of_run, cache_dir.resolve(), jobs)) as finished:
+            for number in finished:
+                if not finish(missing[number], cached=False):
+                    raise BuildError(str(missing[number].folder), "the result vanished while it was read")
+    return [results[source.sha256] for source in sources]
+
+
+def build_key(source: Source, *, arch: str, toolchain: Toolchain) -> str:
+    """The content address under which :func:`build` keeps ``source``: 64 hex digits."""
+    return _recipe(arch, toolchain).key(source)
+
+
+def parse_resources(log: str) -> dict[str, EntryResources]:
+    """Read the report of ``ptxas -v``: entry name -> resources."""
+    found = {}
+    for match in _PTXAS_ENTRY.finditer(log):
+        shared = re.search(r"(\d+) bytes smem", match["rest"])
+        found[match["name"]] = EntryResources(
+            registers=int(match["registers"]),
+            static_shared_bytes=int(shared[1]) if shared else 0,
+            stack_bytes=int(match["stack"]),
+            spill_store_bytes=int(match["stores"]),
+            spill_load_bytes=int(match["loads"]),
+        )
+    return found
+
+
+def _recipe(arch: str, toolchain: Toolchain) -> _Recipe:
+    host = str(toolchain.host_compiler)
+    if arch == EMULATOR:
+        from kgen.emulator import EMULATOR_FLAGS
+
+        command = (host, *EMULATOR_FLAGS, "-I", str(INCLUDE), "-x", "c++", "-o", "{out}", "-")
+        identity = (*EMULATOR_FLAGS, toolchain.host_fingerprint, _emulator_headers_digest())
+        return _Recipe(arch, command, "kernel.so", identity)
+    toolchain.require(arch)
+    command = (str(toolchain.nvcc), "-ccbin", host, f"-arch={arch}", *NVCC_FLAGS, "-o", "{out}", STDIN)
+    return _Recipe(arch, command, "kernel.cubin", (*NVCC_FLAGS, toolchain.fingerprint))
+
+
+def _emulator_headers_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted((INCLUDE / "kgen_emulator").rglob("*")):
+        if path.is_file():
+            digest.update(f"{path.relative_to(INCLUDE).as_posix()}\0{compile_step.sha256_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _entry(source: Source, recipe: _Recipe, cache_dir: Path) -> _Entry:
+    key = recipe.key(source)
+    return _Entry(source, key, cache_dir / key[:2] / key)
+
+
+def _job(entry: _Entry, recipe: _Recipe, run: str, number: int, timeout_s: float) -> dict[str, Any]:
+    return {
+        "number": number,
+        "run": run,
+        "key": entry.key,
+        "entry": str(entry.folder),
+        "source": entry.source.mapped_text,
+        "command": recipe.command,
+        "artefact": recipe.artefact,
+        "timeout_s": timeout_s,
+    }
+
+
+def _result(entry: _Entry, arch: str, record: Mapping[str, Any], *, cached: bool) -> BuildResult:
+    ok = record["status"] == "ok"
+    return BuildResult(
+        source=entry.source,
+        arch=arch,
+        status=record["status"],
+        path=entry.folder / record["artefact"] if ok else None,
+        sha256=record["sha256"],
+        resources=parse_resources(record["log"]) if ok else {},
+        log=record["log"],
+        key=entry.key,
+        seconds=record["seconds"],
+        cached=cached,
+    )
+
+
+@contextmanager
+def _io_errors(cache_dir: Path) -> Iterator[None]:
+    """Turn an OSError into an error for people that names the cache."""
+    try:
+        yield
+    except OSError as error:
+        raise _cache_error(cache_dir, error.strerror or str(error)) from error
+
+
+def _cache_error(cache_dir: Path, reason: str) -> KgenError:
+    return BuildError(
+        str(cache_dir),
+        "the build cache cannot be written",
+        seen=reason[:1].lower() + reason[1:],
+        remedy="free space there or choose another folder",
+    )
+
+
+def _run_ninja(jobs_of_run: Sequence[Mapping[str, Any]], cache_dir: Path, jobs: int) -> Generator[int]:
+    """Run one compile step per job, ``jobs`` at a time; yields a job's number as soon as its result is recorded."""
+    output: list[str] = []
+    done = 0
+    with _run_folder(cache_dir) as folder:
+        with _io_errors(cache_dir):
+            _write_ninja_file(folder, jobs_of_run)
+        with _ninja(folder, jobs) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                mark, _, rest = line.strip().partition(" ")
+                if mark == compile_step.DONE_MARK:
+                    done += 1
+                    yield int(rest)
+                elif mark == compile_step.IO_ERROR_MARK:
+                    raise _cache_error(cache_dir, rest)
+                else:
+                    output.append(line)
+    if done != len(jobs_of_run):
+        raise BuildError("build", "ninja did not run every compile", seen="".join(output[-20:]).strip())
+
+
+@contextmanager
+def _run_folder(cache_dir: Path) -> Iterator[Path]:
+    """A folder for one run of ninja; those that a killed run left more than a day ago are removed."""
+    with _io_errors(cache_dir):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        for folder in cache_dir.glob(_RUN_PREFIX + "*"):
+            if time.time() - folder.stat().st_mtime > _RUN_KEPT_S:
+                shutil.rmtree(folder, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=_RUN_PREFIX, dir=cache_dir))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_ninja_file(folder: Path, jobs_of_run: Sequence[Mapping[str, Any]]) -> None:
+    step = shlex.join([sys.executable, "-I", "-S", compile_step.__file__]).replace("$", "$$")
+    lines = ["rule step", f"  command = {step} $out.json", "  description = $out"]
+    for job in jobs_of_run:
+        Path(job["entry"]).mkdir(parents=True, exist_ok=True)
+        (folder / f"{job['number']}.json").write_text(json.dumps(job), encoding="utf-8")
+        lines.append(f"build {job['number']}: step")
+    (folder / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _ninja(folder: Path, jobs: int) -> Iterator[subprocess.Popen[str]]:
+    """A running ninja, in a process group of its own; leaving early, for any reason, ends it and its compilers."""
+    env = {name: value for name, value in os.environ.items() if name not in _FOREIGN_VARIABLES}
+    process = subprocess.Popen(
+        [_ninja_path(), "-k", "0", "-j", str(jobs)],
+        cwd=folder,
+        env={**env, "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        yield process
+        process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()  # ninja passes it on to the compile steps and waits for them
+            try:
+                process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+
+def _ninja_path() -> str:
+    """The ninja of the ``ninja`` package, else the one on the PATH."""
+    try:
+        import ninja
+
+        bundled = shutil.which("ninja", path=ninja.BIN_DIR)
+    except ImportError:
+        bundled = None
+    found = bundled or shutil.which("ninja")
+    if found is None:
+        raise ToolchainError("ninja", "not found", remedy="pip install ninja")
+    return found
