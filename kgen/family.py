@@ -191,9 +191,7 @@ class Family(ABC):
         """The entry points of the rendered source; the first is the main one (occupancy, resources)."""
 
     @abstractmethod
-    def plan(
-        self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int
-    ) -> Plan:
+    def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
         """Grids and workspace for the largest call; ``resident_blocks`` is of the main kernel, per SM."""
 
     @abstractmethod
@@ -236,9 +234,9 @@ class Family(ABC):
     def demand(self, candidate: Candidate, layout: Layout, point: Point, plan: Plan) -> tuple[LaunchDemand, ...]:
         """What each launch of the plan asks at a workload point, for the model."""
 
-    def violations(self, candidate: Candidate, layout: Layout, target: Target) -> list[str]:
-        """Names of the constraints that the candidate does not meet."""
-        return [rule.name for rule in self.constraints if not rule.holds(candidate, layout, target)]
+    def violation(self, candidate: Candidate, layout: Layout, target: Target) -> str | None:
+        """Name of the first constraint that the candidate breaks, or None; later ones may rely on earlier ones."""
+        return next((rule.name for rule in self.constraints if not rule.holds(candidate, layout, target)), None)
 
 
 @cache

@@ -1,0 +1,485 @@
+"""verify_mla: absorbed MLA attention of the nodes of draft trees over a gathered KV cache.
+
+Row ``r`` of request ``b`` is node ``r // heads``, head ``r % heads``. Key ``j`` of the request is pool row
+``kv_indices[kv_indptr[b] + j]`` for ``j < prefix`` and draft row ``j - prefix`` after it: a row of
+``draft_kv``, or pool row ``draft_slots[...]``. Every node sees the whole prefix, and draft row ``i`` where
+bit ``i`` of its mask words is set (without a mask: ``i`` up to itself). K is the whole row of latent +
+rope elements, V its first ``latent`` ones; the softmax scale is 1/sqrt(scale_dim).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kgen.family import (
+    Array,
+    Candidate,
+    Case,
+    Constraint,
+    Family,
+    Kernel,
+    Launch,
+    LaunchDemand,
+    Layout,
+    Parameter,
+    ParameterStruct,
+    Plan,
+    Point,
+    Value,
+    Work,
+)
+from kgen.targets import Target
+
+ROW_PAD_BYTES = 16  # shared rows of 1168 bytes: ldmatrix then touches every bank once
+SCORE_PAD = 8  # elements after each row of S and P in shared memory, for the same reason
+COMBINE_THREADS = 128
+MIN_SPLIT_ROWS = 64  # a shorter split costs more in the combine than it saves
+
+
+def integer(candidate: Mapping[str, Value], name: str) -> int:
+    """A tunable or layout field that is a whole number."""
+    return int(candidate[name])
+
+
+class Tiling:
+    """How a flash candidate divides a block's work; every other number of the kernel follows from it.
+
+    ``row_groups`` groups of ``group_warps`` warps each own ``group_rows`` rows of the tile. For S = Q K^T a
+    group's warps are ``k_split`` slices of the head dimension x ``score_parts`` parts of its rows; for P V
+    they are ``group_warps`` slices of the latent columns.
+    """
+
+    def __init__(self, candidate: Candidate, layout: Layout) -> None:
+        self.tile_m = integer(candidate, "tile_m")
+        self.tile_n = integer(candidate, "tile_n")
+        self.stages = integer(candidate, "stages")
+        self.warps = integer(candidate, "warps")
+        self.row_groups = integer(candidate, "row_groups")
+        self.k_split = integer(candidate, "k_split")
+        self.blocks_per_sm = integer(candidate, "blocks_per_sm")
+        self.latent = integer(layout, "latent")
+        self.head_dim = self.latent + integer(layout, "rope")
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+    @property
+    def group_warps(self) -> int:
+        return self.warps // self.row_groups
+
+    @property
+    def group_rows(self) -> int:
+        return self.tile_m // self.row_groups
+
+    @property
+    def score_parts(self) -> int:
+        return self.group_warps // self.k_split
+
+    @property
+    def score_rows(self) -> int:
+        """Rows of S that one warp computes a slice of."""
+        return self.group_rows // self.score_parts
+
+    def divides(self) -> bool:
+        """Whether every division above is exact and every warp has whole mma tiles and softmax rows."""
+        return (
+            self.warps % self.row_groups == 0
+            and self.tile_m % (16 * self.row_groups) == 0
+            and self.group_warps % self.k_split == 0
+            and (self.head_dim // 16) % self.k_split == 0
+            and self.group_rows % (16 * self.score_parts) == 0
+            and self.group_rows % (4 * self.group_warps) == 0
+            and self.latent % (16 * self.group_warps) == 0
+            and self.tile_n % self.warps == 0
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        return self.head_dim * 2 + ROW_PAD_BYTES
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Byte offsets of the shared arrays, and their total."""
+        sizes = {
+            "kv": self.stages * self.tile_n * self.row_bytes,
+            "score": self.warps * self.score_rows * (self.tile_n + SCORE_PAD) * 4,
+            "probability": self.tile_m * (self.tile_n + SCORE_PAD) * 2,
+            "rescale": self.tile_m * 4,
+            "full": self.stages * 8,
+            "empty": self.stages * 8,
+        }
+        offsets, at = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = at
+            at += -(-size // 16) * 16
+        return offsets | {"total": at}
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.offsets["total"]
+
+    @property
+    def register_floor(self) -> int:
+        """Registers a thread holds across the main loop: O, Q, S and double-buffered fragments.
+
+        The compiler needs some 40 more for addresses, softmax state and the loop (seen on nvcc 13.0).
+        """
+        output = self.group_rows // 16 * (self.latent // self.group_warps // 8) * 4
+        query = self.score_rows // 16 * (self.head_dim // 16 // self.k_split) * 4
+        score = self.score_rows // 16 * (self.tile_n // 8) * 4
+        return output + query + max(score + self.tile_n // 16 * 8, self.group_rows // 16 * 4 + 8)
+
+
+def _is_flash(candidate: Candidate) -> bool:
+    return candidate["algorithm"] == "flash"
+
+
+def _tiles_divide(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    return not _is_flash(candidate) or Tiling(candidate, layout).divides()
+
+
+def _shared_fits(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    if not _is_flash(candidate):
+        return True
+    tiling = Tiling(candidate, layout)
+    resident = tiling.blocks_per_sm * (tiling.shared_bytes + target.shared_bytes_reserved)
+    return tiling.shared_bytes <= target.shared_bytes_per_block and resident <= target.shared_bytes_per_sm
+
+
+def _registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    if not _is_flash(candidate):
+        return True
+    tiling = Tiling(candidate, layout)
+    cap = min(target.registers_per_thread, target.registers_per_sm // (tiling.threads * tiling.blocks_per_sm))
+    return tiling.register_floor + 38 <= cap
+
+
+def _refill_has_a_stage(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    return not _is_flash(candidate) or candidate["refill"] == "eager" or integer(candidate, "stages") >= 2
+
+
+def to_bf16(array: Array) -> Array:
+    """float32 to bf16 bits (uint16), rounded to nearest even."""
+    bits = array.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(array: Array) -> Array:
+    """bf16 bits (uint16) to float64."""
+    return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+class VerifyMla(Family):
+    name: ClassVar[str] = "verify_mla"
+    template: ClassVar[str] = "verify_mla.cu.j2"
+    params: ClassVar[ParameterStruct] = ParameterStruct(
+        (
+            Parameter("q", "pointer"),  # bf16 [tokens, heads, head_dim]
+            Parameter("kv_pool", "pointer"),  # bf16 [slots, kv_stride]
+            Parameter("draft_kv", "pointer"),  # bf16 [tokens, head_dim], or null: draft rows are in the pool
+            Parameter("kv_indices", "pointer"),  # int32 or int64 [sum of prefixes]
+            Parameter("kv_indptr", "pointer"),  # int32 or int64 [batch + 1], prefixes only
+            Parameter("qo_indptr", "pointer"),  # int32 or int64 [batch + 1], nodes
+            Parameter("draft_slots", "pointer"),  # int32 or int64 [tokens], or null with draft_kv
+            Parameter("tree_mask", "pointer"),  # uint32 [tokens, mask_words], or null: a chain
+            Parameter("out", "pointer"),  # bf16 [tokens, heads, latent]
+            Parameter("lse", "pointer"),  # float32 [tokens, heads], natural logarithm, or null
+            Parameter("partial_out", "pointer"),  # float32 [splits, partial_rows, latent]
+            Parameter("partial_lse", "pointer"),  # float32 [splits, partial_rows], base 2
+            Parameter("kv_stride", "int64"),  # elements from one pool row to the next
+            Parameter("batch", "int32"),
+            Parameter("heads", "int32"),
+            Parameter("splits", "int32"),
+            Parameter("partial_rows", "int32"),
+            Parameter("mask_words", "int32"),
+            Parameter("wide_indices", "int32"),  # bit set of the index arrays that are int64, in the order above
+            Parameter("scale_log2", "float32"),  # softmax scale x log2(e)
+        )
+    )
+    layout_constants: ClassVar[tuple[str, ...]] = ("latent", "rope", "dtype")
+    inputs: ClassVar[tuple[str, ...]] = (
+        "q", "kv_pool", "draft_kv", "kv_indices", "kv_indptr", "qo_indptr", "draft_slots", "tree_mask",
+    )  # fmt: skip
+    outputs: ClassVar[tuple[str, ...]] = ("out", "lse")
+    axes: ClassVar[tuple[str, ...]] = ("batch", "nodes", "prefix")
+    constraints: ClassVar[tuple[Constraint, ...]] = (
+        Constraint("tiles divide evenly among warps", _tiles_divide),
+        Constraint("deferred refill has a second stage", _refill_has_a_stage),
+        Constraint("shared memory fits", _shared_fits),
+        Constraint("registers fit", _registers_fit),
+    )
+    index_arrays: ClassVar[tuple[str, ...]] = ("kv_indices", "kv_indptr", "qo_indptr", "draft_slots")
+
+    def label(self, candidate: Candidate) -> str:
+        if not _is_flash(candidate):
+            return f"oracle_w{candidate['warps']}"
+        return (
+            "flash_m{tile_m}_n{tile_n}_s{stages}_w{warps}_g{row_groups}_k{k_split}_{gather}_{refill}_b{blocks_per_sm}"
+        ).format_map(candidate)
+
+    def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
+        shared = {name: layout[name] for name in self.layout_constants} | {"algorithm": candidate["algorithm"]}
+        if not _is_flash(candidate):
+            return shared | {"warps": candidate["warps"], "shared_bytes": self._oracle_shared_bytes(candidate)}
+        tiling = Tiling(candidate, layout)
+        # split_waves is decided on the host: it is no part of the source, so its values share one cubin.
+        compiled = {name: value for name, value in candidate.items() if name != "split_waves"}
+        return shared | compiled | {
+            "score_rows": tiling.score_rows,
+            "row_bytes": tiling.row_bytes,
+            "score_stride": tiling.tile_n + SCORE_PAD,
+            "combine_threads": COMBINE_THREADS,
+            "shared_bytes": tiling.shared_bytes,
+        } | {f"{name}_offset": at for name, at in tiling.offsets.items() if name != "total"}  # fmt: skip
+
+    @staticmethod
+    def _oracle_shared_bytes(candidate: Candidate) -> int:
+        return integer(candidate, "warps") * 4
+
+    def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
+        if not _is_flash(candidate):
+            threads = integer(candidate, "warps") * 32
+            return (Kernel("verify_mla_oracle", threads, self._oracle_shared_bytes(candidate)),)
+        tiling = Tiling(candidate, layout)
+        return (
+            Kernel("verify_mla_flash", tiling.threads, tiling.shared_bytes),
+            Kernel("verify_mla_combine", COMBINE_THREADS, 0),
+        )
+
+    def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
+        kernels = self.kernels(candidate, layout)
+        rows = capacity["batch"] * capacity["nodes"] * integer(layout, "heads")
+        if not _is_flash(candidate):
+            oracle = kernels[0]
+            launch = Launch(oracle.entry, (rows, 1, 1), oracle.threads, oracle.shared_bytes)
+            return Plan((launch,), {}, {"splits": 1, "partial_rows": 0})
+        flash, combine = kernels
+        row_tiles = -(-capacity["nodes"] * integer(layout, "heads") // integer(candidate, "tile_m"))
+        room = sms * max(resident_blocks, 1) * integer(candidate, "split_waves") // (row_tiles * capacity["batch"])
+        longest = capacity["prefix"] + capacity["nodes"]
+        splits = max(1, min(room, -(-longest // MIN_SPLIT_ROWS)))
+        launches = [Launch(flash.entry, (row_tiles, splits, capacity["batch"]), flash.threads, flash.shared_bytes)]
+        if splits == 1:
+            return Plan(tuple(launches), {}, {"splits": 1, "partial_rows": 0})
+        launches.append(Launch(combine.entry, (rows, 1, 1), combine.threads, combine.shared_bytes))
+        workspace = {
+            "partial_out": splits * rows * integer(layout, "latent") * 4,
+            "partial_lse": splits * rows * 4,
+        }
+        return Plan(tuple(launches), workspace, {"splits": splits, "partial_rows": rows})
+
+    def cases(self, layout: Layout) -> tuple[Case, ...]:
+        def case(name: str, prefixes: list[int], nodes: list[int], **options: Any) -> Case:
+            return Case(name, {"prefixes": prefixes, "nodes": nodes} | options)
+
+        few = max(1, 16 // integer(layout, "heads"))  # keeps many-headed layouts small enough for the emulator
+        return (
+            case("one_node", [130], [1], lse=True),
+            case("empty_prefix", [0], [2 * few + 1], lse=True),
+            case("ragged", [0, 257, 33, 1], [few + 1, few, 1, 0], wide=("kv_indices",), lse=True, spare_nodes=1),
+            case("pool_draft", [70, 5], [few, few + 2], draft="pool", wide=("draft_slots", "qo_indptr"), lse=True),
+            case("page_tail", [63, 65], [few, few], wide=("kv_indices", "kv_indptr"), lse=False),
+            case("chain", [40], [4 * few + 1], mask="chain", lse=True),
+            case("many_nodes", [50], [65 if integer(layout, "heads") <= 8 else 35], lse=True),
+            case("padded_request", [90, 1], [few, few], padded=1, lse=True, spare_batch=1),
+        )
+
+    def point_case(self, point: Point) -> Case:
+        batch = point["batch"]
+        options = {"prefixes": [point["prefix"]] * batch, "nodes": [point["nodes"]] * batch, "lse": False}
+        return Case(",".join(f"{axis}={point[axis]}" for axis in self.axes), options)
+
+    def capacity(self, case: Case) -> Point:
+        options = case.options
+        return {
+            "batch": len(options["prefixes"]) + options.get("spare_batch", 0),
+            "nodes": max(1, *options["nodes"]) + options.get("spare_nodes", 0),
+            "prefix": max(options["prefixes"]),
+        }
+
+    def make_inputs(self, layout: Layout, case: Case, seed: int) -> dict[str, Array | None]:
+        options, rng = case.options, np.random.default_rng(seed)
+        head_dim = integer(layout, "latent") + integer(layout, "rope")
+        prefixes, nodes = options["prefixes"], options["nodes"]
+        tokens, page = sum(nodes), integer(layout, "page_size")
+        in_pool = options.get("draft", "tensor") == "pool"
+        lengths = [p + (n if in_pool else 0) for p, n in zip(prefixes, nodes, strict=True)]
+        slots, pool_rows = _scatter(lengths, page, rng)
+        prefix_slots = [row[:p] for row, p in zip(slots, prefixes, strict=True)]
+        if options.get("padded"):
+            prefix_slots[-1][:] = 0
+        draft_slots = [row[p:] for row, p in zip(slots, prefixes, strict=True)]
+
+        def index(name: str, values: Array) -> Array:
+            return values.astype(np.int64 if name in options.get("wide", ()) else np.int32)
+
+        def normal(*shape: int) -> Array:
+            return to_bf16(rng.standard_normal(shape, dtype=np.float32))
+
+        return {
+            "q": normal(tokens, integer(layout, "heads"), head_dim),
+            "kv_pool": normal(pool_rows, head_dim),
+            "draft_kv": None if in_pool else normal(tokens, head_dim),
+            "kv_indices": index("kv_indices", np.concatenate(prefix_slots)),
+            "kv_indptr": index("kv_indptr", np.cumsum([0, *prefixes])),
+            "qo_indptr": index("qo_indptr", np.cumsum([0, *nodes])),
+            "draft_slots": index("draft_slots", np.concatenate(draft_slots)) if in_pool else None,
+            "tree_mask": _random_trees(nodes, rng) if options.get("mask", "tree") == "tree" else None,
+        }
+
+    def output_arrays(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array | None]:
+        tokens, heads = _present(inputs, "q").shape[:2]
+        lse = np.full((tokens, heads), np.nan, np.float32) if case.options["lse"] else None
+        return {"out": np.full((tokens, heads, integer(layout, "latent")), 0xFFFF, np.uint16), "lse": lse}
+
+    def scalars(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> Mapping[str, int | float]:
+        wide = 0
+        for bit, name in enumerate(self.index_arrays):
+            array = inputs[name]
+            if array is not None and array.dtype.itemsize == 8:
+                wide |= 1 << bit
+        mask = inputs["tree_mask"]
+        return {
+            "kv_stride": _present(inputs, "kv_pool").shape[1],
+            "batch": _present(inputs, "kv_indptr").size - 1,
+            "heads": integer(layout, "heads"),
+            "mask_words": 0 if mask is None else mask.shape[1],
+            "wide_indices": wide,
+            "scale_log2": softmax_scale(layout) * math.log2(math.e),
+        }
+
+    def reference(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array]:
+        latent, scale = integer(layout, "latent"), softmax_scale(layout)
+        q, pool = from_bf16(_present(inputs, "q")), _present(inputs, "kv_pool")
+        kv_indptr, qo_indptr = _present(inputs, "kv_indptr"), _present(inputs, "qo_indptr")
+        out = np.zeros((*q.shape[:2], latent))
+        lse = np.full(q.shape[:2], -np.inf)
+        for request in range(kv_indptr.size - 1):
+            first, last = int(qo_indptr[request]), int(qo_indptr[request + 1])
+            slots = _present(inputs, "kv_indices")[int(kv_indptr[request]) : int(kv_indptr[request + 1])]
+            draft = inputs["draft_kv"]
+            rows = pool[_present(inputs, "draft_slots")[first:last]] if draft is None else draft[first:last]
+            keys = from_bf16(np.concatenate([pool[slots], rows]))
+            visible = _visible(inputs["tree_mask"], first, last, len(slots))
+            score = np.einsum("thd,kd->thk", q[first:last], keys) * scale
+            score = np.where(visible[:, None, :], score, -np.inf)
+            out[first:last], lse[first:last] = _softmax_product(score, keys[:, :latent])
+        return {"out": out, "lse": lse}
+
+    def as_float(self, output: str, array: Array) -> Array:
+        return from_bf16(array) if output == "out" else array.astype(np.float64)
+
+    def work(self, layout: Layout, point: Point) -> Work:
+        latent, head_dim = integer(layout, "latent"), integer(layout, "latent") + integer(layout, "rope")
+        rows = point["batch"] * point["nodes"] * integer(layout, "heads")
+        keys = point["prefix"] + point["nodes"]
+        return Work(
+            flop=2.0 * rows * keys * (head_dim + latent),
+            bytes=2.0 * (point["batch"] * keys * head_dim + rows * (head_dim + latent)),
+        )
+
+    def demand(self, candidate: Candidate, layout: Layout, point: Point, plan: Plan) -> tuple[LaunchDemand, ...]:
+        keys = point["prefix"] + point["nodes"]
+        work = self.work(layout, point)
+        main = plan.launches[0]
+        blocks = math.prod(main.grid)
+        if not _is_flash(candidate):
+            row_bytes = 2.0 * (integer(layout, "latent") + integer(layout, "rope"))
+            return (LaunchDemand(main.entry, blocks, keys, 0.0, row_bytes, row_bytes, 3.0, row_bytes, work.bytes),)
+        tiling = Tiling(candidate, layout)
+        tiles = -(-keys // tiling.tile_n)
+        flash = LaunchDemand(
+            main.entry,
+            blocks,
+            steps=-(-tiles // plan.scalars["splits"]),
+            step_mma_flop=2.0 * tiling.tile_m * tiling.tile_n * (tiling.head_dim + tiling.latent),
+            step_shared_bytes=_shared_traffic(tiling),
+            step_gather_bytes=2.0 * tiling.tile_n * tiling.head_dim,
+            step_syncs=2.0,
+            block_bytes=tiling.tile_m * (2.0 * tiling.head_dim + 4.0 * tiling.latent),
+            dram_bytes=work.bytes,
+        )
+        if len(plan.launches) == 1:
+            return (flash,)
+        combine = plan.launches[1]
+        row_bytes = 4.0 * tiling.latent * plan.scalars["splits"] + 2.0 * tiling.latent
+        merge = LaunchDemand(combine.entry, math.prod(combine.grid), 1, 0.0, 0.0, 0.0, 4.0, row_bytes, 0.0)
+        return (flash, merge)
+
+
+def softmax_scale(layout: Layout) -> float:
+    """1/sqrt(scale_dim): 192 for DeepSeek-V3, whose unabsorbed heads are 128 + 64 wide."""
+    return 1.0 / math.sqrt(integer(layout, "scale_dim"))
+
+
+def _shared_traffic(tiling: Tiling) -> float:
+    """Shared-memory bytes that one KV tile moves: K and V fragments, S exchange, P."""
+    keys = 2.0 * tiling.warps * tiling.tile_n * tiling.head_dim / tiling.k_split
+    values = 2.0 * tiling.warps * tiling.tile_n * tiling.latent / tiling.group_warps
+    scores = 4.0 * 2 * tiling.tile_m * tiling.tile_n * tiling.k_split
+    probabilities = 2.0 * tiling.tile_m * tiling.tile_n * (1 + tiling.group_warps)
+    return keys + values + scores + probabilities
+
+
+def _present(inputs: Mapping[str, Array | None], name: str) -> Array:
+    array = inputs[name]
+    assert array is not None, name
+    return array
+
+
+def _scatter(lengths: list[int], page: int, rng: np.random.Generator) -> tuple[list[Array], int]:
+    """Slots of each request in a pool with holes, page by page in random order; page 0 is reserved."""
+    pages = [-(-length // page) for length in lengths]
+    order = rng.permutation(np.arange(1, sum(pages) + sum(pages) // 4 + 2))
+    slots, at = [], 0
+    for length, count in zip(lengths, pages, strict=True):
+        starts = order[at : at + count] * page
+        slots.append((starts[:, None] + np.arange(page)).reshape(-1)[:length])
+        at += count
+    return slots, int(order.max() + 1) * page
+
+
+def _random_trees(nodes: list[int], rng: np.random.Generator) -> Array:
+    """Ancestor bits of one random tree a request: uint32 [tokens, words], bit j of row i is set if i sees j."""
+    words = max(1, -(-max(nodes) // 32))
+    rows: list[Array] = []
+    for count in nodes:
+        visible = np.eye(count, dtype=bool)
+        for node in range(1, count):
+            visible[node] |= visible[rng.integers(0, node)]
+        rows.append(pack_mask(visible, words))
+    return np.concatenate(rows) if rows else np.zeros((0, words), np.uint32)
+
+
+def pack_mask(visible: Array, words: int) -> Array:
+    """Boolean [nodes, nodes] to uint32 [nodes, words], bit j of a row first in word j // 32."""
+    padded = np.zeros((len(visible), words * 32), dtype=bool)
+    padded[:, : visible.shape[1]] = visible
+    return np.packbits(padded, axis=1, bitorder="little").view(np.uint32).reshape(len(visible), words)
+
+
+def _visible(mask: Array | None, first: int, last: int, prefix: int) -> Array:
+    """Boolean [nodes, prefix + nodes] of one request."""
+    count = last - first
+    if mask is None:
+        tree = np.tri(count, dtype=bool)
+    else:
+        tree = np.unpackbits(mask[first:last].view(np.uint8), axis=1, bitorder="little")[:, :count].astype(bool)
+    return np.concatenate([np.ones((count, prefix), dtype=bool), tree], axis=1)
+
+
+def _softmax_product(score: Array, values: Array) -> tuple[Array, Array]:
+    """softmax(score) @ values and the log-sum-exp of score; a row that sees nothing gives 0 and -inf."""
+    if score.shape[-1] == 0:
+        return np.zeros((*score.shape[:-1], values.shape[1])), np.full(score.shape[:-1], -np.inf)
+    peak = score.max(axis=-1, keepdims=True)
+    weight = np.exp(score - np.where(np.isfinite(peak), peak, 0.0))
+    total = weight.sum(axis=-1)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + np.where(np.isfinite(peak), peak, 0.0)[..., 0]
+    return np.einsum("thk,kd->thd", weight, values) / np.where(total > 0, total, 1.0)[..., None], lse
