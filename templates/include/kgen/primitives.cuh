@@ -10,7 +10,9 @@
 #include <cstdint>
 
 #define KGEN_DEVICE __device__ __forceinline__
-#define KGEN_UNROLL _Pragma("unroll")
+#define KGEN_PRAGMA(text) _Pragma(#text)
+#define KGEN_UNROLL KGEN_PRAGMA(unroll)
+#define KGEN_UNROLL_BY(count) KGEN_PRAGMA(unroll count)
 
 // An entry point: one parameter struct by value. The caller gives threads a block and blocks an SM.
 #define KGEN_KERNEL(name, threads, blocks_per_sm, Params, params) \
@@ -34,6 +36,9 @@ struct alignas(8) float2v {
 struct alignas(16) float4v {
   float x, y, z, w;
 };
+struct alignas(8) uint2v {
+  uint32_t x, y;
+};
 struct alignas(16) uint4v {
   uint32_t x, y, z, w;
 };
@@ -45,6 +50,7 @@ KGEN_DEVICE uint32_t pack_bf16x2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
+KGEN_DEVICE bf16 to_bf16(float value) { return {static_cast<uint16_t>(pack_bf16x2(value, 0))}; }
 KGEN_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -111,6 +117,7 @@ KGEN_DEVICE void named_barrier_sync(int id, int threads) {
 // Warp collectives: all 32 lanes take part, always.
 KGEN_DEVICE void warp_sync() { __syncwarp(); }
 KGEN_DEVICE float shuffle_xor(float value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+KGEN_DEVICE int shuffle(int value, int source_lane) { return __shfl_sync(0xffffffffu, value, source_lane); }
 KGEN_DEVICE bool warp_any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8.
