@@ -1,52 +1,31 @@
 """Sources to cubins (or emulator objects): parallel, content-addressed, atomic.
 
-An entry is a folder ``<cache_dir>/<key[:2]>/<key>/`` that holds ``source.cu``, the artefact and ``result.json``; the key
-covers the architecture, the flags, the toolchain and the source. kgen/compile_step.py says when an entry is trusted.
+An entry is a folder ``<cache_dir>/<key[:2]>/<key>/`` that holds ``source.cu``, the artefact and ``result.json``; the
+key covers the architecture, the flags, the toolchain and the source. compile_step.py says when an entry is trusted.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kgen import compile_step
-from kgen.errors import BuildError, KgenError, ToolchainError
+from kgen.errors import BuildError
+from kgen.ninja_run import run_jobs
 from kgen.resources import INCLUDE
-from kgen.toolchain import Toolchain
+from kgen.toolchain import STDIN, Toolchain
 
 if TYPE_CHECKING:
     from kgen.render import Source
 
 EMULATOR = "emulator"
 NVCC_FLAGS = ("-cubin", "-std=c++17", "-Xptxas", "-v", "-x", "cu")
-STDIN = "/dev/stdin"
-_RUN_PREFIX, _RUN_KEPT_S = "run.", 24 * 3600
-
-# A user's variables that would change what a compiler makes without changing the key.
-_FOREIGN_VARIABLES = (
-    "NVCC_APPEND_FLAGS",
-    "NVCC_PREPEND_FLAGS",
-    "CPATH",
-    "C_INCLUDE_PATH",
-    "CPLUS_INCLUDE_PATH",
-    "COMPILER_PATH",
-    "GCC_EXEC_PREFIX",
-    "NINJA_STATUS",
-)
 _ERROR_LINE = re.compile(r"^.*\b(?:fatal )?error\b.*$|^.*undefined reference to.*$|^nvcc fatal.*$", re.MULTILINE)
 _PTXAS_ENTRY = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -98,7 +77,7 @@ class BuildResult:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How to compile for one arch: the command (``{out}`` is the artefact) and all that it depends on but the source."""
+    """How to compile for one arch: the command (``{out}`` is the artefact), and what else the artefact depends on."""
 
     arch: str
     command: tuple[str, ...]
@@ -157,7 +136,7 @@ def build(
     missing = [entry for entry in entries.values() if not finish(entry, cached=True)]
     if missing:
         jobs_of_run = [_job(entry, recipe, run, number, timeout_s) for number, entry in enumerate(missing)]
-        with closing(_run_ninja(jobs_of_run, cache_dir.resolve(), jobs)) as finished:
+        with closing(run_jobs(jobs_of_run, cache_dir.resolve(), jobs)) as finished:
             for number in finished:
                 if not finish(missing[number], cached=False):
                     raise BuildError(str(missing[number].folder), "the result vanished while it was read")
@@ -237,110 +216,3 @@ def _result(entry: _Entry, arch: str, record: Mapping[str, Any], *, cached: bool
         seconds=record["seconds"],
         cached=cached,
     )
-
-
-@contextmanager
-def _io_errors(cache_dir: Path) -> Iterator[None]:
-    """Turn an OSError into an error for people that names the cache."""
-    try:
-        yield
-    except OSError as error:
-        raise _cache_error(cache_dir, error.strerror or str(error)) from error
-
-
-def _cache_error(cache_dir: Path, reason: str) -> KgenError:
-    return BuildError(
-        str(cache_dir),
-        "the build cache cannot be written",
-        seen=reason[:1].lower() + reason[1:],
-        remedy="free space there or choose another folder",
-    )
-
-
-def _run_ninja(jobs_of_run: Sequence[Mapping[str, Any]], cache_dir: Path, jobs: int) -> Generator[int]:
-    """Run one compile step per job, ``jobs`` at a time; yields a job's number as soon as its result is recorded."""
-    output: list[str] = []
-    done = 0
-    with _run_folder(cache_dir) as folder:
-        with _io_errors(cache_dir):
-            _write_ninja_file(folder, jobs_of_run)
-        with _ninja(folder, jobs) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                mark, _, rest = line.strip().partition(" ")
-                if mark == compile_step.DONE_MARK:
-                    done += 1
-                    yield int(rest)
-                elif mark == compile_step.IO_ERROR_MARK:
-                    raise _cache_error(cache_dir, rest)
-                else:
-                    output.append(line)
-    if done != len(jobs_of_run):
-        raise BuildError("build", "ninja did not run every compile", seen="".join(output[-20:]).strip())
-
-
-@contextmanager
-def _run_folder(cache_dir: Path) -> Iterator[Path]:
-    """A folder for one run of ninja; those that a killed run left more than a day ago are removed."""
-    with _io_errors(cache_dir):
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        for folder in cache_dir.glob(_RUN_PREFIX + "*"):
-            if time.time() - folder.stat().st_mtime > _RUN_KEPT_S:
-                shutil.rmtree(folder, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=_RUN_PREFIX, dir=cache_dir))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write_ninja_file(folder: Path, jobs_of_run: Sequence[Mapping[str, Any]]) -> None:
-    step = shlex.join([sys.executable, "-I", "-S", compile_step.__file__]).replace("$", "$$")
-    lines = ["rule step", f"  command = {step} $out.json", "  description = $out"]
-    for job in jobs_of_run:
-        Path(job["entry"]).mkdir(parents=True, exist_ok=True)
-        (folder / f"{job['number']}.json").write_text(json.dumps(job), encoding="utf-8")
-        lines.append(f"build {job['number']}: step")
-    (folder / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _ninja(folder: Path, jobs: int) -> Iterator[subprocess.Popen[str]]:
-    """A running ninja, in a process group of its own; leaving early, for any reason, ends it and its compilers."""
-    env = {name: value for name, value in os.environ.items() if name not in _FOREIGN_VARIABLES}
-    process = subprocess.Popen(
-        [_ninja_path(), "-k", "0", "-j", str(jobs)],
-        cwd=folder,
-        env={**env, "LC_ALL": "C"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        yield process
-        process.wait()
-    finally:
-        if process.poll() is None:
-            process.terminate()  # ninja passes it on to the compile steps and waits for them
-            try:
-                process.communicate(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-
-
-def _ninja_path() -> str:
-    """The ninja of the ``ninja`` package, else the one on the PATH."""
-    try:
-        import ninja
-
-        bundled = shutil.which("ninja", path=ninja.BIN_DIR)
-    except ImportError:
-        bundled = None
-    found = bundled or shutil.which("ninja")
-    if found is None:
-        raise ToolchainError("ninja", "not found", remedy="pip install ninja")
-    return found

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -78,10 +79,8 @@ def run_compiler(command: list[str], source: Path, tmp: Path, timeout_s: float) 
     )
 
     def kill_compiler() -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def stop(signum: int, _frame: FrameType | None) -> None:
         kill_compiler()

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,20 @@ OLDEST_FOR_SM120 = "12.8"
 GET_NVCC = "pip install 'kgen[nvcc]', or install CUDA 12.8 or newer and set KGEN_NVCC to its nvcc"
 GET_HOST = "install g++ (Debian/Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set KGEN_CXX"
 PROBE_SOURCE = 'extern "C" __global__ void probe(int* x) { *x = 1; }\n'
+STDIN = "/dev/stdin"
 _PROBE_LIMIT_S = 60
+_VERSION_MACROS = "__clang_major__ __clang_minor__ __clang_patchlevel__ __GNUC__ __GNUC_MINOR__ __GNUC_PATCHLEVEL__\n"
+
+# A user's variables that would change what a compiler makes without changing a build's key.
+_FOREIGN_VARIABLES = (
+    "NVCC_APPEND_FLAGS",
+    "NVCC_PREPEND_FLAGS",
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "COMPILER_PATH",
+    "GCC_EXEC_PREFIX",
+)
 
 
 @dataclass(frozen=True)
@@ -104,17 +118,18 @@ def find_host_compiler() -> Path:
 
 
 def host_version(host: Path) -> str:
-    """Name and version of a C++ compiler, e.g. ``g++ 12.2.0`` or ``clang 17.0.6``. Raises ToolchainError if it fails."""
-    macros = _output([str(host), "-dM", "-E", "-x", "c++", os.devnull])
-    values = dict(re.findall(r"^#define (__\w+__) (\d+)$", macros or "", re.MULTILINE))
-    for name, prefix, rest in (
-        ("clang", "__clang", ("minor", "patchlevel")),
-        ("g++", "__GNUC", ("MINOR", "PATCHLEVEL")),
-    ):
-        major = values.get("__clang_major__" if name == "clang" else "__GNUC__")
-        if major is not None:
-            return f"{name} " + ".".join([major, *(values.get(f"{prefix}_{part}__", "0") for part in rest)])
+    """Name and version of a C++ compiler, e.g. ``g++ 12.2.0``, ``clang 17.0.6``. Raises ToolchainError if it fails."""
+    answer = _run([str(host), "-E", "-P", "-x", "c++", "-"], _VERSION_MACROS).stdout.split()
+    for name, parts in (("clang", answer[:3]), ("g++", answer[3:])):
+        if len(answer) == 6 and all(part.isdigit() for part in parts):
+            return f"{name} {'.'.join(parts)}"
     raise ToolchainError(str(host), "does not work as a C++ compiler", remedy=GET_HOST)
+
+
+def compiler_environment() -> dict[str, str]:
+    """The environment that compilers run in: the caller's, without what would change their output or its language."""
+    kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN_VARIABLES}
+    return {**kept, "LC_ALL": "C", "NINJA_STATUS": ""}
 
 
 def nvcc_candidates(host: Path, version: str) -> Iterator[NvccCandidate]:
@@ -155,45 +170,40 @@ def _nvcc_paths() -> Iterator[tuple[Path, str]]:
 
 def _examine(path: Path, origin: str, host: Path, version: str) -> NvccCandidate:
     """Ask an nvcc for its version and archs, and let it compile one line: a wheel may lack its other parts."""
-    banner = _output([str(path), "--version"])
-    release = re.search(r"\bV(\d+\.\d+\.\d+)", banner or "")
+    banner = _run([str(path), "--version"])
+    release = re.search(r"\bV(\d+\.\d+\.\d+)", banner.stdout)
     if release is None:
-        return NvccCandidate(path, origin, None, f"nvcc at {path} does not run")
-    compiler = re.search(r"compiler\.\d+_\d+", banner or "")
+        return NvccCandidate(path, origin, None, f"nvcc at {path} does not run ({_first_line(banner)})")
+    compiler = re.search(r"compiler\.\d+_\d+", banner.stdout)
     nvcc_version = release[1] + (f" ({compiler.group()})" if compiler else "")
-    archs = tuple(re.findall(r"^sm_\w+$", _output([str(path), "--list-gpu-code"]) or "", re.MULTILINE))
+    archs = tuple(re.findall(r"^sm_\w+$", _run([str(path), "--list-gpu-code"]).stdout, re.MULTILINE))
     toolchain = Toolchain(path, nvcc_version, archs, host, version, origin)
-    probe = [str(path), "-ccbin", str(host), "-cubin", "-x", "cu", "-o", os.devnull]
-    arch = ["-arch=sm_120"] if toolchain.builds("sm_120") else []
-    try:
-        done = subprocess.run(
-            [*probe, *arch, "/dev/stdin"],
-            input=PROBE_SOURCE,
-            capture_output=True,
-            check=False,
-            text=True,
-            timeout=_PROBE_LIMIT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return NvccCandidate(path, origin, None, f"nvcc {release[1]} at {path} does not compile: {error}")
+    with tempfile.TemporaryDirectory(prefix="kgen-probe.") as folder:
+        arch = ["-arch=sm_120"] if toolchain.builds("sm_120") else []
+        output = str(Path(folder) / "probe.cubin")
+        done = _run([str(path), "-ccbin", str(host), "-cubin", "-x", "cu", *arch, "-o", output, STDIN], PROBE_SOURCE)
     if done.returncode:
-        first = next(iter((done.stderr + done.stdout).strip().splitlines()), "no message")
-        return NvccCandidate(path, origin, None, f"nvcc {release[1]} at {path} does not compile: {first}")
+        problem = f"nvcc {release[1]} at {path} does not compile ({_first_line(done)})"
+        return NvccCandidate(path, origin, None, problem)
     return NvccCandidate(path, origin, toolchain, "")
 
 
-def _output(command: list[str]) -> str | None:
-    """What a command prints, or None if it cannot be run or fails."""
+def _run(command: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a compiler with ``text`` on its standard input; one that cannot be run has status 127 and says why."""
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command,
-            stdin=subprocess.DEVNULL,
+            input=text,
+            env=compiler_environment(),
             capture_output=True,
             check=False,
             text=True,
             errors="replace",
             timeout=_PROBE_LIMIT_S,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 127, "", str(error))
+
+
+def _first_line(done: subprocess.CompletedProcess[str]) -> str:
+    return next(iter((done.stderr + done.stdout).strip().splitlines()), f"exit status {done.returncode}")
