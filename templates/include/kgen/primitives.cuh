@@ -61,6 +61,7 @@ KGEN_DEVICE float log2_approx(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+KGEN_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 KGEN_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
 
 // A pointer to device memory. `load_as<V>` and `store_as<V>` move one V that starts at element `i` and
@@ -117,8 +118,15 @@ KGEN_DEVICE void named_barrier_sync(int id, int threads) {
 // Warp collectives: all 32 lanes take part, always.
 KGEN_DEVICE void warp_sync() { __syncwarp(); }
 KGEN_DEVICE float shuffle_xor(float value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+KGEN_DEVICE float shuffle(float value, int source_lane) { return __shfl_sync(0xffffffffu, value, source_lane); }
 KGEN_DEVICE int shuffle(int value, int source_lane) { return __shfl_sync(0xffffffffu, value, source_lane); }
 KGEN_DEVICE bool warp_any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
+
+KGEN_DEVICE float warp_maximum(float value) {
+  KGEN_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) value = maximum(value, shuffle_xor(value, mask));
+  return value;
+}
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8.
 KGEN_DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {

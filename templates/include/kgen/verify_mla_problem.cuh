@@ -1,0 +1,86 @@
+// What every verify_mla kernel is given, and how a request's rows and keys are found.
+#pragma once
+
+#include <kgen/primitives.cuh>
+
+namespace kgen::verify_mla {
+
+// Shapes and dtypes: kgen/families/verify_mla.py, which packs these bytes.
+struct Params {
+  Global<const bf16> q;
+  Global<const bf16> kv_pool;
+  Global<const bf16> draft_kv;
+  Global<const int32_t> kv_indices;
+  Global<const int32_t> kv_indptr;
+  Global<const int32_t> qo_indptr;
+  Global<const int32_t> draft_slots;
+  Global<const uint32_t> tree_mask;
+  Global<bf16> out;
+  Global<float> lse;
+  Global<float> partial_out;
+  Global<float> partial_lse;
+  int64_t kv_stride;
+  int32_t batch;
+  int32_t heads;
+  int32_t splits;
+  int32_t partial_rows;
+  int32_t mask_words;
+  int32_t wide_indices;
+  float scale_log2;
+};
+
+constexpr float kLn2 = 0.693147180559945f;
+
+// Bits of Params::wide_indices.
+enum IndexArray { kKvIndices = 0, kKvIndptr = 1, kQoIndptr = 2, kDraftSlots = 3 };
+
+// Element `i` of an index array, which is int32 or int64; every value fits int32.
+template <IndexArray kArray>
+KGEN_DEVICE int load_index(const Params& params, Global<const int32_t> array, int64_t i) {
+  if ((params.wide_indices >> kArray) & 1) {
+    const Global<const int64_t> wide{reinterpret_cast<const int64_t*>(array.pointer)};
+    return static_cast<int>(wide.load(i));
+  }
+  return array.load(i);
+}
+
+struct Request {
+  int first_node;  // of all nodes in the batch
+  int nodes;
+  int first_key;  // in kv_indices
+  int prefix;
+
+  KGEN_DEVICE int keys() const { return prefix + nodes; }
+};
+
+KGEN_DEVICE Request load_request(const Params& params, int index) {
+  Request request;
+  request.first_node = load_index<kQoIndptr>(params, params.qo_indptr, index);
+  request.nodes = load_index<kQoIndptr>(params, params.qo_indptr, index + 1) - request.first_node;
+  request.first_key = load_index<kKvIndptr>(params, params.kv_indptr, index);
+  request.prefix = load_index<kKvIndptr>(params, params.kv_indptr, index + 1) - request.first_key;
+  return request;
+}
+
+// Where a key's row is: a pool slot, or -1 - t for row t of draft_kv. One register to fetch ahead.
+KGEN_DEVICE int key_place(const Params& params, const Request& request, int key) {
+  if (key < request.prefix) return load_index<kKvIndices>(params, params.kv_indices, request.first_key + key);
+  const int node = request.first_node + key - request.prefix;
+  return params.draft_kv ? -1 - node : load_index<kDraftSlots>(params, params.draft_slots, node);
+}
+
+template <int kHeadDim>
+KGEN_DEVICE Global<const bf16> key_row(const Params& params, int place) {
+  return place >= 0 ? params.kv_pool + place * params.kv_stride
+                    : params.draft_kv + static_cast<int64_t>(-1 - place) * kHeadDim;
+}
+
+// Whether a node of the request sees draft row `draft`.
+KGEN_DEVICE bool sees_draft(const Params& params, const Request& request, int node, int draft) {
+  if (draft >= request.nodes) return false;
+  if (!params.tree_mask) return draft <= node;
+  const int64_t row = static_cast<int64_t>(request.first_node + node) * params.mask_words;
+  return (params.tree_mask.load(row + draft / 32) >> (draft % 32)) & 1;
+}
+
+}  // namespace kgen::verify_mla
