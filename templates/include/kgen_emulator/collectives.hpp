@@ -1,0 +1,120 @@
+// Warp collectives: the last lane to arrive does the work of all 32.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "machine.hpp"
+
+namespace kgen {
+namespace emulator {
+
+struct LdmatrixOperand {
+  uint32_t* registers;  // 4
+  uint32_t address;
+};
+
+struct MmaOperand {
+  float* d;           // 4
+  const uint32_t* a;  // 4
+  uint32_t b0, b1;
+};
+
+struct ShuffleOperand {
+  float value;
+  float result;
+};
+
+struct VoteOperand {
+  bool predicate;
+  bool result;
+};
+
+inline float float_of_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline uint32_t bits_of_float(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// PTX ISA, ldmatrix .m8n8.x4 .b16: lane l receives elements 2*(l%4) and 2*(l%4)+1 of row l/4 of each
+// matrix; with .trans, of column l/4.
+inline void execute_ldmatrix(Machine& m, bool transpose, Location where) {
+  const Warp& warp = m.warp();
+  const int self = m.thread;
+  uint16_t rows[kWarp][8];
+  for (int l = 0; l < kWarp; ++l) {
+    m.thread = self / kWarp * kWarp + l;  // a row is read by the lane that gives its address
+    const uint32_t address = static_cast<const LdmatrixOperand*>(warp.operands[l])->address;
+    const uint32_t offset = m.shared_offset(address, 16, "ldmatrix row", where);
+    m.check_shared_range(offset, 16, 16, "ldmatrix row", where);
+    m.touch_shared(offset, 16, false, where);
+    std::memcpy(rows[l], m.shared + offset, 16);
+  }
+  m.thread = self;
+  for (int l = 0; l < kWarp; ++l) {
+    uint32_t* registers = static_cast<const LdmatrixOperand*>(warp.operands[l])->registers;
+    for (int i = 0; i < 4; ++i) {
+      const int k = 2 * (l % 4), j = l / 4;
+      const uint32_t low = transpose ? rows[8 * i + k][j] : rows[8 * i + j][k];
+      const uint32_t high = transpose ? rows[8 * i + k + 1][j] : rows[8 * i + j][k + 1];
+      registers[i] = low | high << 16;
+    }
+  }
+}
+
+inline void unpack_bf16x2(uint32_t packed, float* first, int stride) {
+  first[0] = float_of_bits(packed << 16);
+  first[stride] = float_of_bits(packed & 0xffff0000u);
+}
+
+// PTX ISA, mma.m16n8k16 .bf16. Products of bf16 are exact in fp32; they are added in order of k.
+inline void execute_mma(const Warp& warp) {
+  float a[16][16], b[16][8], d[16][8];
+  for (int l = 0; l < kWarp; ++l) {
+    const MmaOperand& operand = *static_cast<const MmaOperand*>(warp.operands[l]);
+    const int group = l / 4, pair = 2 * (l % 4);
+    unpack_bf16x2(operand.a[0], &a[group][pair], 1);
+    unpack_bf16x2(operand.a[1], &a[group + 8][pair], 1);
+    unpack_bf16x2(operand.a[2], &a[group][pair + 8], 1);
+    unpack_bf16x2(operand.a[3], &a[group + 8][pair + 8], 1);
+    unpack_bf16x2(operand.b0, &b[pair][group], 8);
+    unpack_bf16x2(operand.b1, &b[pair + 8][group], 8);
+    std::memcpy(&d[group][pair], operand.d, 8);
+    std::memcpy(&d[group + 8][pair], operand.d + 2, 8);
+  }
+  typedef float Row __attribute__((vector_size(32)));
+  for (int i = 0; i < 16; ++i) {
+    Row sum;
+    std::memcpy(&sum, d[i], sizeof sum);
+    for (int k = 0; k < 16; ++k) {
+      Row column;
+      std::memcpy(&column, b[k], sizeof column);
+      sum += a[i][k] * column;
+    }
+    std::memcpy(d[i], &sum, sizeof sum);
+  }
+  for (int l = 0; l < kWarp; ++l) {
+    const MmaOperand& operand = *static_cast<const MmaOperand*>(warp.operands[l]);
+    const int group = l / 4, pair = 2 * (l % 4);
+    std::memcpy(operand.d, &d[group][pair], 8);
+    std::memcpy(operand.d + 2, &d[group + 8][pair], 8);
+  }
+}
+
+inline void execute_warp_sync(Machine& m) {
+  const int first = m.thread / kWarp * kWarp, joined = m.clocks.scratch_row();
+  m.clocks.copy(joined, first);
+  for (int t = first + 1; t < first + kWarp; ++t) m.clocks.join(joined, t);
+  for (int t = first; t < first + kWarp; ++t) {
+    m.clocks.copy(t, joined);
+    m.clocks.advance(t);
+  }
+}
+
+}  // namespace emulator
+}  // namespace kgen
