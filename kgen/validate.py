@@ -1,0 +1,221 @@
+"""Proving a built kernel right: every output of every case against the family's float64 reference.
+
+A result counts only if every element was written (outputs start as NaN, so does the workspace), every
+error is inside the tolerances, no input was changed, nothing was written around the arrays, and the same
+launches, replayed after the lengths changed in place, are right again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kgen.build import build
+from kgen.emulator import EmulatedModule
+from kgen.errors import EmulatorError
+from kgen.family import Array, Candidate, Case, Family, Layout, Tolerance
+from kgen.launchers import Call, EmulatorLauncher, Launcher, Outcome
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kgen.render import Source
+    from kgen.toolchain import Toolchain
+
+REPLAY_SEED = 1000  # added to a case's seed for the call that replays its launches
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One output of one call. ``max_abs`` and ``relative_l2`` are infinite where elements are missing or not finite."""
+
+    name: str
+    seed: int
+    output: str
+    relative_l2: float
+    max_abs: float
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a kernel is right. ``worst`` is the result with the largest relative error, failures first."""
+
+    ok: bool
+    cases: tuple[CaseResult, ...]
+    worst: CaseResult | None
+    reason: str
+
+
+def compare(found: Array, reference: Array, tolerance: Tolerance, *, name: str, seed: int, output: str) -> CaseResult:
+    """Compare one output (float64) with its reference: ||found - reference|| / ||reference||, and max |difference|.
+
+    Elements whose reference is infinite (the log-sum-exp of a row that sees nothing) must be equal.
+    """
+
+    def failed(reason: str) -> CaseResult:
+        return CaseResult(name, seed, output, np.inf, np.inf, False, f"{output} of {name}, seed {seed}: {reason}")
+
+    if found.shape != reference.shape:
+        return failed(f"has shape {found.shape}, its reference {reference.shape}")
+    missing = np.isnan(found)
+    if missing.any():
+        return failed(
+            f"{int(missing.sum())} of {found.size} elements are NaN or never written, first {_first(missing)}"
+        )
+    finite = np.isfinite(reference)
+    unequal = ~finite & (found != reference)
+    if unequal.any():
+        return failed(f"{int(unequal.sum())} elements must be infinite and are not, first {_first(unequal)}")
+    difference = np.abs(found[finite] - reference[finite])
+    max_abs = float(difference.max(initial=0.0))
+    error, scale = float(np.linalg.norm(difference)), float(np.linalg.norm(reference[finite]))
+    relative = error / scale if scale > 0 else (0.0 if error == 0 else np.inf)
+    if relative <= tolerance.relative_l2 and max_abs <= tolerance.max_abs:
+        return CaseResult(name, seed, output, relative, max_abs, True)
+    seen = f"relative L2 error {relative:.3g} (at most {tolerance.relative_l2:g}), "
+    seen += f"largest {max_abs:.3g} (at most {tolerance.max_abs:g})"
+    reason = f"{output} of {name}, seed {seed}: {seen}"
+    return CaseResult(name, seed, output, relative, max_abs, False, reason)
+
+
+def _first(mask: Array) -> str:
+    return str([int(index[0]) for index in np.nonzero(mask)])
+
+
+def reversed_lengths(case: Case) -> Case:
+    """The case with every per-request list in reverse: other lengths, same totals, shapes and capacities."""
+    options = {name: value[::-1] if isinstance(value, list) else value for name, value in case.options.items()}
+    return Case(f"{case.name}, replayed", options)
+
+
+def validate(
+    family: Family,
+    candidate: Candidate,
+    layout: Layout,
+    tolerances: Mapping[str, Tolerance],
+    launcher: Launcher,
+    *,
+    target_sms: int,
+    resident_blocks: int,
+    cases: Sequence[Case] | None = None,
+    seeds: Sequence[int] = (0, 1),
+) -> Verdict:
+    """Run every case with every seed, stopping at the first failure; with the first seed also the replay.
+
+    An emulator fault is a failed verdict whose reason is the fault's text; CudaError is the caller's, who knows
+    whether the process survives it.
+    """
+    results: list[CaseResult] = []
+    for case in family.cases(layout) if cases is None else cases:
+        capacity = family.capacity(case)
+        plan = family.plan(candidate, layout, capacity, sms=target_sms, resident_blocks=resident_blocks)
+        for seed in seeds:
+            problems = [_problem(family, layout, case, seed)]
+            if seed == seeds[0]:
+                problems += _replays(family, layout, case, problems[0])
+            try:
+                outcomes = launcher.run(family, plan, [problem.call for problem in problems])
+            except EmulatorError as error:
+                return _verdict(results, f"{case.name}, seed {seed}: {error}")
+            for problem, outcome in zip(problems, outcomes, strict=True):
+                results += _compare_all(family, layout, problem, outcome, tolerances)
+                reason = next((result.reason for result in results if not result.ok), _damage(problem, outcome))
+                if reason:
+                    return _verdict(results, reason)
+    return _verdict(results, "")
+
+
+def validate_in_emulator(
+    source: Source,
+    family: Family,
+    candidate: Candidate,
+    layout: Layout,
+    tolerances: Mapping[str, Tolerance],
+    *,
+    toolchain: Toolchain,
+    cache_dir: Path,
+    target_sms: int,
+    resident_blocks: int,
+    timeout_s: float = 300.0,
+    cases: Sequence[Case] | None = None,
+    seeds: Sequence[int] = (0, 1),
+) -> Verdict:
+    """Build one source for the emulator and validate it; a failed build is a failed verdict with its log's error."""
+    (built,) = build(
+        [source], arch="emulator", toolchain=toolchain, cache_dir=cache_dir, jobs=1, timeout_s=timeout_s
+    )  # fmt: skip
+    if built.path is None:
+        return Verdict(False, (), None, f"{source.name} for the emulator: {built.status}: {built.reason}")
+    launcher = EmulatorLauncher(EmulatedModule(built.path))
+    return validate(
+        family,
+        candidate,
+        layout,
+        tolerances,
+        launcher,
+        target_sms=target_sms,
+        resident_blocks=resident_blocks,
+        cases=cases,
+        seeds=seeds,
+    )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """One call and the case and seed that made it."""
+
+    case: Case
+    seed: int
+    call: Call
+
+
+def _problem(family: Family, layout: Layout, case: Case, seed: int) -> _Problem:
+    inputs = family.make_inputs(layout, case, seed)
+    outputs = family.output_arrays(layout, case, inputs)
+    return _Problem(case, seed, Call(inputs, outputs, family.scalars(layout, case, inputs)))
+
+
+def _replays(family: Family, layout: Layout, case: Case, first: _Problem) -> list[_Problem]:
+    """The call that may replay the first one's launches: other lengths where the parameter struct allows it."""
+    for other in (reversed_lengths(case), Case(f"{case.name}, replayed", case.options)):
+        problem = _problem(family, layout, other, first.seed + REPLAY_SEED)
+        if family.capacity(other) == family.capacity(case) and _struct(problem.call) == _struct(first.call):
+            return [problem]
+    return []
+
+
+def _struct(call: Call) -> tuple[Mapping[str, int | float], set[str]]:
+    """What a captured call has fixed: its scalars, and which arrays it has."""
+    arrays = {**call.inputs, **call.outputs}
+    return call.scalars, {name for name, array in arrays.items() if array is not None}
+
+
+def _compare_all(
+    family: Family, layout: Layout, problem: _Problem, outcome: Outcome, tolerances: Mapping[str, Tolerance]
+) -> Iterator[CaseResult]:
+    reference = family.reference(layout, problem.case, problem.call.inputs)
+    for output, array in outcome.outputs.items():
+        found = family.as_float(output, array)
+        yield compare(
+            found, reference[output], tolerances[output], name=problem.case.name, seed=problem.seed, output=output
+        )
+
+
+def _damage(problem: _Problem, outcome: Outcome) -> str:
+    where = f"{problem.case.name}, seed {problem.seed}"
+    if outcome.changed_inputs:
+        return f"{where}: the kernel changed its inputs: {', '.join(outcome.changed_inputs)}"
+    if outcome.broken_guards:
+        return f"{where}: the kernel wrote outside of: {', '.join(outcome.broken_guards)}"
+    return ""
+
+
+def _verdict(results: Sequence[CaseResult], reason: str) -> Verdict:
+    worst = max(results, key=lambda result: (not result.ok, result.relative_l2), default=None)
+    reason = reason or ("" if results else "no output of any case was checked")
+    return Verdict(not reason, tuple(results), worst, reason)
