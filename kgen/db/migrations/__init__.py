@@ -1,0 +1,1 @@
+"""Alembic's environment and the schema's history, shipped inside the package."""
