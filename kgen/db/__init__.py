@@ -5,6 +5,8 @@ from __future__ import annotations
 from kgen.db.database import Added, TrialFilter, TrialIdentity, TuningDatabase
 from kgen.db.migration import MigrationReport, migrate
 from kgen.db.record_form import StoredTrial, trial_sha256
+from kgen.db.text_form import export_text, import_text, merge
+from kgen.db.winners import Winner, device_key, winners
 
 __all__ = [
     "Added",
@@ -13,6 +15,12 @@ __all__ = [
     "TrialFilter",
     "TrialIdentity",
     "TuningDatabase",
+    "Winner",
+    "device_key",
+    "export_text",
+    "import_text",
+    "merge",
     "migrate",
     "trial_sha256",
+    "winners",
 ]
