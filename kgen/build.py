@@ -168,7 +168,7 @@ def _recipe(arch: str, toolchain: Toolchain) -> _Recipe:
     if arch == EMULATOR:
         from kgen.emulator import EMULATOR_FLAGS
 
-        command = (host, *EMULATOR_FLAGS, "-I", str(INCLUDE), "-x", "c++", "-o", "{out}", "-")
+        command = (host, *EMULATOR_FLAGS, "-I", str(INCLUDE), "-o", "{out}", "-")
         identity = (*EMULATOR_FLAGS, toolchain.host_fingerprint, _emulator_headers_digest())
         return _Recipe(arch, command, "kernel.so", identity)
     toolchain.require(arch)

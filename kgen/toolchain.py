@@ -20,6 +20,7 @@ GET_NVCC = "pip install 'kgen[nvcc]', or install CUDA 12.8 or newer and set KGEN
 GET_HOST = "install g++ (Debian/Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set KGEN_CXX"
 PROBE_SOURCE = 'extern "C" __global__ void probe(int* x) { *x = 1; }\n'
 STDIN = "/dev/stdin"
+DEFAULT_CUDA = "/usr/local/cuda"
 _PROBE_LIMIT_S = 60
 _VERSION_MACROS = "__clang_major__ __clang_minor__ __clang_patchlevel__ __GNUC__ __GNUC_MINOR__ __GNUC_PATCHLEVEL__\n"
 
@@ -157,9 +158,7 @@ def _nvcc_paths() -> Iterator[tuple[Path, str]]:
     on_path = shutil.which("nvcc")
     if on_path:
         yield Path(on_path), "PATH"
-    places = [(os.environ.get(name), name) for name in ("CUDA_HOME", "CUDA_PATH")] + [
-        ("/usr/local/cuda", "/usr/local/cuda")
-    ]
+    places = [(os.environ.get(name), name) for name in ("CUDA_HOME", "CUDA_PATH")] + [(DEFAULT_CUDA, "/usr/local/cuda")]
     for folder, origin in places:
         if folder and (path := Path(folder) / "bin" / "nvcc").is_file():
             yield path, origin

@@ -361,8 +361,11 @@ def test_resources_of_every_entry(run: Builder) -> None:
     extern "C" __global__ void first(float* x) { __shared__ float s[64]; s[threadIdx.x & 63] = *x; __syncthreads();
         *x = s[1]; }
     extern "C" __global__ void __launch_bounds__(1024) second(volatile float* x, int n) {
-        float a[96]; for (int i = 0; i < 96; ++i) a[i] = x[i * n];
-        for (int i = 0; i < 96; ++i) x[i] = a[i] * a[95 - i]; }
+        float a[96];
+        #pragma unroll
+        for (int i = 0; i < 96; ++i) a[i] = x[i * n];
+        #pragma unroll
+        for (int i = 0; i < 96; ++i) x[i] = a[i] + 3 * a[95 - i]; }
     """
     (result,) = run(make_source(text))
     assert set(result.resources) == {"first", "second"}
@@ -400,7 +403,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     include = tmp_path / "include"
     (include / "kgen_emulator").mkdir(parents=True)
     (include / "kgen_emulator" / "value.hpp").write_text("#define VALUE 41\n")
-    emulator: Any = SimpleNamespace(EMULATOR_FLAGS=("-shared", "-fPIC", "-O0"))
+    emulator: Any = SimpleNamespace(EMULATOR_FLAGS=("-shared", "-fPIC", "-O0", "-x", "c++"))
     monkeypatch.setitem(sys.modules, "kgen.emulator", emulator)
     monkeypatch.setattr(build_module, "INCLUDE", include)
     return include
