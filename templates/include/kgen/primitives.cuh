@@ -122,12 +122,6 @@ KGEN_DEVICE float shuffle(float value, int source_lane) { return __shfl_sync(0xf
 KGEN_DEVICE int shuffle(int value, int source_lane) { return __shfl_sync(0xffffffffu, value, source_lane); }
 KGEN_DEVICE bool warp_any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 
-KGEN_DEVICE float warp_maximum(float value) {
-  KGEN_UNROLL
-  for (int mask = 16; mask > 0; mask /= 2) value = maximum(value, shuffle_xor(value, mask));
-  return value;
-}
-
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8.
 KGEN_DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

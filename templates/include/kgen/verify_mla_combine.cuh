@@ -1,6 +1,7 @@
 // Merges the splits of one row: out = sum_s 2^(lse_s - peak) out_s / sum_s 2^(lse_s - peak).
 #pragma once
 
+#include <kgen/reductions.cuh>
 #include <kgen/verify_mla_problem.cuh>
 
 namespace kgen::verify_mla {
@@ -19,7 +20,7 @@ KGEN_DEVICE void combine(const Params& params) {
   for (int first = 0; first < params.splits; first += 32) {
     const int64_t place = (first + lane) * static_cast<int64_t>(params.partial_rows) + row;
     const float lse = first + lane < params.splits ? params.partial_lse.load(place) : -infinity();
-    const float new_peak = maximum(peak, warp_maximum(lse));
+    const float new_peak = maximum(peak, lanes_maximum<32>(lse));
     if (new_peak == -infinity()) continue;
     const float rescale = exp2_approx(peak - new_peak), lane_weight = exp2_approx(lse - new_peak);
     peak = new_peak;

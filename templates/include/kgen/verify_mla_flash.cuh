@@ -4,6 +4,7 @@
 // For O += P V the same warps own slices of the latent columns instead. V is the first columns of the K rows.
 #pragma once
 
+#include <kgen/reductions.cuh>
 #include <kgen/verify_mla_problem.cuh>
 
 namespace kgen::verify_mla {
@@ -225,9 +226,7 @@ struct Softmax {
     float tile_peak = s[0];
     KGEN_UNROLL
     for (int i = 1; i < T::kLaneKeys; i++) tile_peak = maximum(tile_peak, s[i]);
-    KGEN_UNROLL
-    for (int mask = 1; mask < 8; mask *= 2) tile_peak = maximum(tile_peak, shuffle_xor(tile_peak, mask));
-    const float new_peak = maximum(peak[pass], tile_peak);
+    const float new_peak = maximum(peak[pass], lanes_maximum<8>(tile_peak));
     const float base = new_peak == -infinity() ? 0 : new_peak;  // a row that has seen nothing yet
     const float rescale = exp2_approx(peak[pass] - base);
     peak[pass] = new_peak;
@@ -240,12 +239,7 @@ struct Softmax {
     return rescale;
   }
 
-  KGEN_DEVICE float row_total(int pass) const {
-    float sum = total[pass];
-    KGEN_UNROLL
-    for (int mask = 1; mask < 8; mask *= 2) sum += shuffle_xor(sum, mask);
-    return sum;
-  }
+  KGEN_DEVICE float row_total(int pass) const { return lanes_sum<8>(total[pass]); }
 };
 
 template <typename Config>

@@ -1,6 +1,7 @@
 // The naive kernel: one block a row, one key at a time. Slow and obviously right.
 #pragma once
 
+#include <kgen/reductions.cuh>
 #include <kgen/verify_mla_problem.cuh>
 
 namespace kgen::verify_mla {
@@ -8,8 +9,7 @@ namespace kgen::verify_mla {
 // The sum of `value` over the block; `scratch` holds one float a warp.
 template <int kWarps>
 KGEN_DEVICE float block_sum(Shared<float> scratch, float value) {
-  KGEN_UNROLL
-  for (int mask = 16; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
+  value = lanes_sum<32>(value);
   if (thread_index() % 32 == 0) scratch.store(thread_index() / 32, value);
   block_sync();
   float sum = 0;

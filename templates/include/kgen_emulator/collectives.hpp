@@ -20,9 +20,11 @@ struct MmaOperand {
   uint32_t b0, b1;
 };
 
+template <typename T>
 struct ShuffleOperand {
-  float value;
-  float result;
+  T value;
+  int source_lane;
+  T result;
 };
 
 struct VoteOperand {

@@ -40,6 +40,7 @@
 
 #define KGEN_DEVICE inline
 #define KGEN_UNROLL
+#define KGEN_UNROLL_BY(count)
 
 // The entry point that kgen/emulator.py calls: 0, done; 1, the report holds a fault; 2, not this version.
 #define KGEN_KERNEL(name, max_threads, blocks_per_sm, Params, params)                                              \
@@ -107,6 +108,9 @@ struct alignas(8) float2v {
 struct alignas(16) float4v {
   float x, y, z, w;
 };
+struct alignas(8) uint2v {
+  uint32_t x, y;
+};
 struct alignas(16) uint4v {
   uint32_t x, y, z, w;
 };
@@ -121,6 +125,8 @@ KGEN_DEVICE uint32_t round_to_bf16_bits(float value) {
 KGEN_DEVICE uint32_t pack_bf16x2(float low, float high) {
   return round_to_bf16_bits(low) | round_to_bf16_bits(high) << 16;
 }
+KGEN_DEVICE bf16 to_bf16(float value) { return {static_cast<uint16_t>(round_to_bf16_bits(value))}; }
+KGEN_DEVICE float maximum(float a, float b) { return std::fmax(a, b); }
 // .ftz: subnormal operands and results are zero.
 KGEN_DEVICE float flush_subnormal(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
 KGEN_DEVICE float exp2_approx(float x) { return flush_subnormal(std::exp2(flush_subnormal(x))); }
@@ -228,19 +234,34 @@ KGEN_DEVICE void warp_sync(Location where = Location::current()) {
   emulator::execute_warp_sync(m);
   m.release();
 }
-KGEN_DEVICE float shuffle_xor(float value, int lane_mask, Location where = Location::current()) {
-  emulator::Machine& m = *emulator::machine;
-  emulator::ShuffleOperand mine{value, 0.0f};
-  if (m.gather("shuffle_xor", lane_mask, where, &mine)) {
-    const emulator::Warp& warp = m.warp();
-    for (int l = 0; l < emulator::kWarp; ++l) {
-      const int from = (l ^ lane_mask) & (emulator::kWarp - 1);
-      auto* to = static_cast<emulator::ShuffleOperand*>(const_cast<void*>(warp.operands[l]));
-      to->result = static_cast<const emulator::ShuffleOperand*>(warp.operands[from])->value;
+namespace emulator {
+
+// Every lane gets the value of the lane it names; `detail` is what the lanes must agree on.
+template <typename T>
+T exchange(const char* primitive, T value, int source_lane, int detail, Location where) {
+  Machine& m = *machine;
+  ShuffleOperand<T> mine{value, source_lane & (kWarp - 1), value};
+  if (m.gather(primitive, detail, where, &mine)) {
+    const Warp& warp = m.warp();
+    for (const void* operand : warp.operands) {
+      auto* to = static_cast<ShuffleOperand<T>*>(const_cast<void*>(operand));
+      to->result = static_cast<const ShuffleOperand<T>*>(warp.operands[to->source_lane])->value;
     }
     m.release();
   }
   return mine.result;
+}
+
+}  // namespace emulator
+
+KGEN_DEVICE float shuffle_xor(float value, int lane_mask, Location where = Location::current()) {
+  return emulator::exchange("shuffle_xor", value, (thread_index() % emulator::kWarp) ^ lane_mask, lane_mask, where);
+}
+KGEN_DEVICE float shuffle(float value, int source_lane, Location where = Location::current()) {
+  return emulator::exchange("shuffle", value, source_lane, 0, where);
+}
+KGEN_DEVICE int shuffle(int value, int source_lane, Location where = Location::current()) {
+  return emulator::exchange("shuffle", value, source_lane, 0, where);
 }
 KGEN_DEVICE bool warp_any(bool predicate, Location where = Location::current()) {
   emulator::Machine& m = *emulator::machine;
