@@ -1,0 +1,17 @@
+"""Frozen kernel packs: chosen from the tuning database, written, verified. `kgen.runtime` reads them."""
+
+from __future__ import annotations
+
+from kgen.pack.emit import EmitReport, emit, pack_from_database
+from kgen.pack.verify import VerifyReport, stale_reasons, verify_pack
+from kgen.pack.writer import write_pack
+
+__all__ = [
+    "EmitReport",
+    "VerifyReport",
+    "emit",
+    "pack_from_database",
+    "stale_reasons",
+    "verify_pack",
+    "write_pack",
+]

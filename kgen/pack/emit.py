@@ -1,0 +1,238 @@
+"""From the tuning database to a frozen pack: select the winners, prove what is not proven, build, write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import kgen
+from kgen.build import NVCC_FLAGS, BuildResult, build
+from kgen.cuda_driver import SMALLEST_DRIVER
+from kgen.db import TuningDatabase
+from kgen.errors import BuildError, ValidationError
+from kgen.pack.select import Selection, Variant
+from kgen.pack.writer import write_pack
+from kgen.runtime.manifest import (
+    SCHEMA,
+    Manifest,
+    PackedArch,
+    PackedCubin,
+    PackedKernel,
+    PackedResources,
+    PackedSource,
+    PackedTarget,
+    PackedTolerance,
+    PackedVariant,
+    Proof,
+    SpecRef,
+    cubin_path,
+    source_path,
+)
+from kgen.runtime.pack_reader import Pack
+from kgen.spec import Spec
+from kgen.targets import Target
+from kgen.toolchain import Toolchain
+from kgen.validate import validate_in_emulator
+
+COMPILE_LIMIT_S = 300.0
+FIRST_FOR_CC12 = ((12, 8), "570.26")
+"""CUDA version and Linux driver that first know compute capability 12.x (CUDA 12.8 release notes)."""
+
+OnProof = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class EmitReport:
+    """What was packed: distinct sources by arch, variants in all, those proven now, layouts without any winner."""
+
+    out: Path
+    targets: tuple[str, ...]
+    layouts: tuple[str, ...]
+    sources_by_arch: dict[str, int]
+    variants: int
+    proven_now: tuple[str, ...]
+    untuned: tuple[str, ...]
+    size_bytes: int
+
+
+def emit(
+    spec: Spec,
+    db: TuningDatabase,
+    targets: Sequence[str],
+    out: Path,
+    *,
+    toolchain: Toolchain,
+    cache_dir: Path,
+    jobs: int,
+    layouts: Sequence[str] | None = None,
+    on_proof: OnProof | None = None,
+) -> EmitReport:
+    """Write the pack of a spec's winners for some targets (and layouts; all of them by default) to ``out``.
+
+    Variants without a proof for a layout are proven in the emulator first; ``on_proof`` is told how many of how many
+    are done, and which is next. Raises InputError where a target was never tuned, ValidationError for a variant that
+    is wrong, BuildError for one that does not compile, and PackError if ``out`` cannot be written.
+    """
+    names = tuple(layouts or spec.layouts)
+    selection = select(spec, db, targets, names)
+    built = _build(selection, toolchain, cache_dir, jobs)
+    proven_now = _prove(selection, toolchain, cache_dir, on_proof)
+    pack = assemble(selection, built, toolchain)
+    write_pack(out, pack)
+    tables = selection.tables
+    return EmitReport(
+        out=out,
+        targets=tuple(targets),
+        layouts=names,
+        sources_by_arch={arch: len(results) for arch, results in built.items()},
+        variants=len(selection.variants),
+        proven_now=tuple(proven_now),
+        untuned=tuple(f"{t} {name}" for t in tables for name, table in tables[t].items() if not table.buckets),
+        size_bytes=sum(len(data) for data in pack.files.values()),
+    )
+
+
+def select(spec: Spec, db: TuningDatabase, targets: Sequence[str], layouts: Sequence[str]) -> Selection:
+    """The variants and tables for some targets and layouts."""
+    selection = Selection(spec, db)
+    for target in targets:
+        selection.add_target(target, layouts)
+    return selection
+
+
+def pack_from_database(spec: Spec, url: str, targets: Sequence[str], layouts: Sequence[str] | None = None) -> Pack:
+    """What `emit` would pack today, for looking at: a manifest without cubins, nothing built or proven."""
+    with TuningDatabase.open(url, create=False, read_only=True) as db:
+        selection = select(spec, db, targets, tuple(layouts or spec.layouts))
+    return Pack(_manifest(selection, {}, {}), {}, url)
+
+
+def assemble(selection: Selection, built: dict[str, dict[str, BuildResult]], toolchain: Toolchain) -> Pack:
+    """The pack in memory. ``built`` is arch -> source name -> result."""
+    files = {source_path(variant.source.name): variant.source.text.encode() for variant in selection.variants.values()}
+    for arch, results in built.items():
+        for name, result in results.items():
+            assert result.path is not None
+            files[cubin_path(arch, name)] = result.path.read_bytes()
+    archs = {arch: packed_arch(arch, toolchain) for arch in built}
+    return Pack(_manifest(selection, built, archs), files, selection.spec.label)
+
+
+def packed_arch(arch: str, toolchain: Toolchain) -> PackedArch:
+    """How this toolchain builds for ``arch``, and the smallest driver for its cubins.
+
+    A cubin needs a driver of its toolkit's major version, or newer (minor version compatibility), that knows the arch.
+    """
+    major = int(toolchain.nvcc_version.split(".")[0])
+    cuda, driver = (major, 0), SMALLEST_DRIVER[major]
+    if arch.startswith("sm_12") and cuda < FIRST_FOR_CC12[0]:
+        cuda, driver = FIRST_FOR_CC12
+    return PackedArch(toolchain.fingerprint, NVCC_FLAGS, driver, cuda)
+
+
+def _build(selection: Selection, toolchain: Toolchain, cache_dir: Path, jobs: int) -> dict[str, dict[str, BuildResult]]:
+    """Arch -> source name -> result, each one ok."""
+    sources: dict[str, dict[str, Variant]] = {}
+    for variant in selection.variants.values():
+        for target in variant.targets.values():
+            sources.setdefault(target.nvcc_arch, {})[variant.source.name] = variant
+    built = {}
+    for arch, variants in sources.items():
+        texts = [variant.source for variant in variants.values()]
+        results = build(
+            texts, arch=arch, toolchain=toolchain, cache_dir=cache_dir, jobs=jobs, timeout_s=COMPILE_LIMIT_S
+        )
+        for result in results:
+            if result.status != "ok":
+                raise BuildError(result.source.name, f"does not build for {arch}: {result.status}", seen=result.reason)
+        built[arch] = {result.source.name: result for result in results}
+    return built
+
+
+def _prove(selection: Selection, toolchain: Toolchain, cache_dir: Path, on_proof: OnProof | None) -> list[str]:
+    """Prove what has no proof yet, in the emulator; returns what was proven, as ``variant layout``."""
+    spec, done = selection.spec, []
+    for number, (name, layout_name, target_name) in enumerate(selection.unproven):
+        if on_proof is not None:
+            on_proof(number, len(selection.unproven), f"{name} {layout_name}")
+        variant, layout = selection.variants[name], spec.layout(layout_name)
+        verdict = validate_in_emulator(
+            variant.source,
+            spec.family,
+            variant.candidate,
+            layout,
+            spec.tolerances,
+            toolchain=toolchain,
+            cache_dir=cache_dir,
+            target_sms=spec.target(target_name).sms,
+            resident_blocks=1,
+        )
+        if not verdict.ok or verdict.worst is None:
+            raise ValidationError(f"{name} for {layout_name}", "is wrong, so it is not packed", seen=verdict.reason)
+        variant.proofs[layout_name] = Proof("emulator", float(verdict.worst.relative_l2))
+        done.append(f"{name} {layout_name}")
+    return done
+
+
+def _manifest(selection: Selection, built: dict[str, dict[str, BuildResult]], archs: dict[str, PackedArch]) -> Manifest:
+    spec = selection.spec
+    targets = {name: spec.target(name) for name in selection.tables}
+    return Manifest(
+        schema=SCHEMA,
+        family=spec.family.name,
+        kgen_version=kgen.__version__,
+        spec=SpecRef(spec.path.stem, spec.sha256),
+        tolerances={
+            name: PackedTolerance(float(item.relative_l2), float(item.max_abs))
+            for name, item in spec.tolerances.items()
+        },
+        archs=archs,
+        targets={
+            name: PackedTarget(target.nvcc_arch, target.sms, target.shared_bytes_per_block)
+            for name, target in targets.items()
+        },
+        sources={variant.source.name: _source(selection, variant, built) for variant in selection.variants.values()},
+        variants={
+            variant.name: PackedVariant(
+                variant.role,
+                spec.family.label(variant.candidate),
+                variant.source.name,
+                dict(variant.candidate),
+                dict(variant.proofs),
+            )
+            for variant in selection.variants.values()
+        },
+        dispatch=selection.tables,
+    )
+
+
+def _source(selection: Selection, variant: Variant, built: dict[str, dict[str, BuildResult]]) -> PackedSource:
+    """A packed source; its kernels are the same for every layout, as the source is."""
+    layout = selection.spec.layout(next(iter(variant.proofs)))
+    kernels = tuple(
+        PackedKernel(kernel.entry, kernel.threads, kernel.shared_bytes)
+        for kernel in selection.spec.family.kernels(variant.candidate, layout)
+    )
+    sharing = [other for other in selection.variants.values() if other.source.name == variant.source.name]
+    targets = {target.nvcc_arch: target for other in sharing for target in other.targets.values()}
+    cubins = {
+        arch: _cubin(results[variant.source.name], targets[arch], kernels)
+        for arch, results in built.items()
+        if variant.source.name in results
+    }
+    return PackedSource(variant.source.sha256, kernels, cubins)
+
+
+def _cubin(result: BuildResult, target: Target, kernels: tuple[PackedKernel, ...]) -> PackedCubin:
+    main, taken = kernels[0], result.resources[kernels[0].entry]
+    blocks = target.resident_blocks(
+        threads=main.threads,
+        registers=taken.registers,
+        shared_bytes=main.shared_bytes + taken.static_shared_bytes,
+    )
+    resources = {
+        entry: PackedResources(item.registers, item.static_shared_bytes, item.spill_store_bytes + item.spill_load_bytes)
+        for entry, item in result.resources.items()
+    }
+    return PackedCubin(result.sha256, blocks, resources)

@@ -1,0 +1,142 @@
+"""Which variants a pack holds: the winners of the tuning database, the default and the oracle, as dispatch tables."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kgen.canonical import canonical_json, key_text
+from kgen.db import TuningDatabase, Winner, winners
+from kgen.errors import InputError
+from kgen.family import Candidate, Layout
+from kgen.records import TrialRecord
+from kgen.render import Source, render
+from kgen.runtime.manifest import PackedBucket, PackedLayout, Proof, Role
+from kgen.spec import Spec
+from kgen.spec_checks import violation
+from kgen.targets import Target
+
+
+@dataclass
+class Variant:
+    """One candidate that is packed, the layouts that use it and the targets it is built for."""
+
+    name: str
+    role: Role
+    candidate: Candidate
+    source: Source
+    proofs: dict[str, Proof] = field(default_factory=dict)
+    targets: dict[str, Target] = field(default_factory=dict)
+
+
+class Selection:
+    """The variants by name, and the dispatch tables by target and layout that name them."""
+
+    def __init__(self, spec: Spec, db: TuningDatabase) -> None:
+        self.spec, self._db = spec, db
+        self.variants: dict[str, Variant] = {}
+        self.tables: dict[str, dict[str, PackedLayout]] = {}
+        self.unproven: list[tuple[str, str, str]] = []
+        self._sources: dict[bytes, Source] = {}
+
+    def add_target(self, name: str, layouts: Sequence[str]) -> None:
+        """Add a target's winners. InputError where no layout of it was tuned with the templates of today."""
+        target = self.spec.target(name)
+        trials = [
+            record
+            for record in self._db.trials(family=self.spec.family.name, status="ok")
+            if self._is_possible(record.candidate) and self._is_current(record, target)
+        ]
+        current = {record.source_sha256 for record in trials}
+        self.tables[name] = {}
+        for layout_name in layouts:
+            found = winners(
+                self._db,
+                family=self.spec.family.name,
+                target=name,
+                layout=self.spec.layout(layout_name),
+                arch=target.nvcc_arch,
+                sources=current,
+            )
+            self.tables[name][layout_name] = self._table(target, layout_name, found, trials)
+        if not any(table.buckets for table in self.tables[name].values()):
+            wrong = f"holds no trial of {self.spec.family.name} for {name} with these templates"
+            raise InputError("tuning database", wrong, remedy=f"kgen tune --spec {self.spec.path.name} --target {name}")
+
+    def _is_possible(self, candidate: Candidate) -> bool:
+        """Whether the spec of today knows the parameters; a trial with others says nothing about its kernels."""
+        return candidate.keys() == self.spec.tunables.keys() or candidate == self.spec.oracle
+
+    def _is_current(self, record: TrialRecord, target: Target) -> bool:
+        """Whether a trial's candidate is still feasible and still renders to the source that was tried."""
+        if violation(self.spec.family, record.candidate, record.layout, target, self.spec.label):
+            return False
+        return self._render(record.candidate, record.layout).sha256 == record.source_sha256
+
+    def _render(self, candidate: Candidate, layout: Layout) -> Source:
+        key = canonical_json([self.spec.family.label(candidate), self.spec.family.constants(candidate, layout)])
+        if key not in self._sources:
+            self._sources[key] = render(self.spec.family, candidate, layout)
+        return self._sources[key]
+
+    def _table(
+        self, target: Target, layout_name: str, found: Sequence[Winner], trials: Iterable[TrialRecord]
+    ) -> PackedLayout:
+        proofs = proven(trials, self.spec.layout(layout_name))
+        default = self._variant("default", self.spec.default, layout_name, target, proofs)
+        oracle = self._variant("oracle", self.spec.oracle, layout_name, target, proofs)
+        names = {
+            winner.candidate_key: self._variant("tuned", winner.candidate, layout_name, target, proofs)
+            for winner in found
+        }
+        axes = {axis: tuple(sorted({winner.point[axis] for winner in found})) for axis in self.spec.family.axes}
+        buckets = [
+            PackedBucket(
+                point=dict(winner.point),
+                variant=names[winner.candidate_key],
+                evidence=winner.evidence,
+                time_us=float(winner.time_us),
+                tie=(names[winner.runner_up_key],) if winner.tie and winner.runner_up_key in names else (),
+            )
+            for winner in found
+        ]
+        buckets.sort(key=lambda bucket: [bucket.point[axis] for axis in self.spec.family.axes])
+        return PackedLayout(dict(self.spec.layout(layout_name)), axes, default, oracle, tuple(buckets))
+
+    def _variant(
+        self, role: Role, candidate: Candidate, layout_name: str, target: Target, proofs: Mapping[str, Proof]
+    ) -> str:
+        """The name of a candidate's variant, which is made, or is marked for this layout and target too."""
+        source = self._render(candidate, self.spec.layout(layout_name))
+        name = variant_name(self.spec.family.label(candidate), candidate, source)
+        variant = self.variants.setdefault(name, Variant(name, role, dict(candidate), source))
+        variant.targets[target.name] = target
+        if layout_name not in variant.proofs:
+            proof = proofs.get(proof_key(candidate, source.sha256))
+            if proof is None:
+                self.unproven.append((name, layout_name, target.name))
+            variant.proofs[layout_name] = proof or Proof("", None)
+        return name
+
+
+def variant_name(label: str, candidate: Candidate, source: Source) -> str:
+    """A family's label, and a digest of the source and of all parameters, those too that are decided at launch."""
+    digest = hashlib.sha256(canonical_json([dict(candidate), source.sha256])).hexdigest()
+    return f"{label}__{digest[:8]}"
+
+
+def proof_key(candidate: Candidate, source_sha256: str) -> str:
+    """What a proof is of, for one layout."""
+    return f"{source_sha256} {key_text(candidate)}"
+
+
+def proven(trials: Iterable[TrialRecord], layout: Layout) -> dict[str, Proof]:
+    """The proofs that trials of a layout left; one on a device goes before one in the emulator."""
+    proofs: dict[str, Proof] = {}
+    for record in trials:
+        if record.checked_on and dict(record.layout) == dict(layout):
+            key = proof_key(record.candidate, record.source_sha256)
+            if key not in proofs or (record.checked_on == "device" and proofs[key].checked_on != "device"):
+                proofs[key] = Proof(record.checked_on, record.relative_error)
+    return proofs

@@ -1,0 +1,31 @@
+"""What a serving process uses: load a frozen pack, prepare a family for a layout and a device, call it on tensors.
+
+Needs numpy, and torch to prepare and call; none of kgen's build-time dependencies.
+"""
+
+from __future__ import annotations
+
+from kgen.resources import GENERATED
+from kgen.runtime.dispatch import Dispatcher, Explanation, Match, Table
+from kgen.runtime.launch import PreparedCall, prepare
+from kgen.runtime.pack_reader import Pack, load_pack
+from kgen.runtime.tree_mask import mask_words, pack_tree_mask
+
+__all__ = [
+    "Dispatcher",
+    "Explanation",
+    "Match",
+    "Pack",
+    "PreparedCall",
+    "Table",
+    "default_pack",
+    "load_pack",
+    "mask_words",
+    "pack_tree_mask",
+    "prepare",
+]
+
+
+def default_pack() -> Pack:
+    """The pack that is shipped with kgen. Raises PackError where there is none."""
+    return load_pack(GENERATED / "pack")

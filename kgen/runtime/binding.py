@@ -1,0 +1,46 @@
+"""How the tensors of a call become the parameters of a family's kernels."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kgen.runtime.tensors import TensorRule
+
+Point = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one call that its tensors' shapes say.
+
+    ``dimensions`` are those that `TensorRule.shape` names; ``point`` is what the dispatch table is asked (axes that it
+    lacks come from the hint or the capacity); ``extents`` are what the launch plan must cover.
+    """
+
+    dimensions: Mapping[str, int]
+    point: Mapping[str, int]
+    extents: Mapping[str, int]
+    is_empty: bool
+
+
+class Binding(ABC):
+    """One family's tensors. ``plan_axes`` are the capacities that a call may use less of, so that its grid shrinks."""
+
+    rules: ClassVar[tuple[TensorRule, ...]]
+    options: ClassVar[tuple[str, ...]]
+    plan_axes: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def sizes(self, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Sizes:
+        """The sizes of a call, checked against the capacity. Raises TensorError."""
+
+    @abstractmethod
+    def scalars(self, tensors: Mapping[str, Any], sizes: Sizes, options: Mapping[str, Any]) -> dict[str, int | float]:
+        """The parameters that are no pointers and that the plan does not decide. Raises TensorError."""
+
+    @abstractmethod
+    def check_content(self, tensors: Mapping[str, Any], sizes: Sizes) -> None:
+        """Look at the values (this waits for the device). Raises TensorError."""

@@ -1,0 +1,206 @@
+"""Preparing a family for a head layout, capacities and a device, and calling it on torch tensors."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from kgen.errors import InputError, PackError
+from kgen.family import Family, Launch, find_family
+from kgen.runtime.backends import Backend, CudaBackend, EmulatorBackend
+from kgen.runtime.binding import Binding, Point
+from kgen.runtime.dispatch import Dispatcher, Explanation, Match, Table, arch_capability
+from kgen.runtime.manifest import Value
+from kgen.runtime.pack_reader import Pack
+from kgen.runtime.tensors import Region, TensorChecker
+from kgen.runtime.verify_mla import VerifyMlaBinding
+
+BINDINGS = {"verify_mla": VerifyMlaBinding}
+DTYPES = ("bfloat16", "float32", "int32", "int64")
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """The launches of one variant at one plan level."""
+
+    source: str
+    launches: tuple[Launch, ...]
+    scalars: Mapping[str, int]
+
+
+class PreparedCall:
+    """A family, ready to launch: modules are loaded, the workspace is there, every launch plan is made.
+
+    Calling it launches on torch's current stream (CPU: runs to the end) and allocates, compiles, waits for and locks
+    nothing, so calls may be captured in a CUDA graph; a captured graph stays right when the contents of the tensors
+    change, lengths included, up to the capacities. Calls share one workspace and argument buffer: make them from one
+    thread at a time and on one stream, or prepare twice. ``last`` is how the latest call was matched.
+    """
+
+    def __init__(
+        self,
+        *,
+        table: Table,
+        family: Family,
+        binding: Binding,
+        checker: TensorChecker,
+        backend: Backend,
+        capacity: Point,
+        checked: bool,
+    ) -> None:
+        self.table, self.capacity, self.last = table, dict(capacity), Match(table.packed.default, "default", {}, "")
+        self._binding, self._checker, self._backend, self._checked = binding, checker, backend, checked
+        self._names = tuple(rule.name for rule in binding.rules)
+        self._packer = family.params.packer
+        self._order = tuple(parameter.name for parameter in family.params.parameters)
+        self._unset: dict[str, int | float] = {p.name: 0 for p in family.params.parameters if p.kind == "pointer"}
+        self._levels = {axis: plan_levels(capacity[axis]) for axis in binding.plan_axes}
+        self._plans: dict[tuple[str | int, ...], _Prepared] = {}
+        self._workspace: list[Region] = []
+        self._memory: list[Any] = []
+
+    def __call__(self, *, hint: Mapping[str, int] | None = None, **arguments: Any) -> None:
+        """Launch once. ``arguments`` are the family's tensors and options by name.
+
+        ``hint`` gives values of workload axes that no tensor's shape shows (``prefix``), to choose the variant by; the
+        result is right whatever it says. Raises TensorError that names the tensor, before anything is launched.
+        """
+        tensors = {name: arguments.pop(name, None) for name in self._names}
+        options = {name: arguments.pop(name, None) for name in self._binding.options}
+        if arguments:
+            known = ", ".join((*self._names, *self._binding.options))
+            raise InputError(next(iter(arguments)), "is no argument of this call", remedy=f"it takes {known}")
+        sizes = self._binding.sizes(tensors, options)
+        regions = self._checker.check(tensors, sizes.dimensions)
+        values = self._unset | self._binding.scalars(tensors, sizes, options)
+        if self._checked:
+            self._binding.check_content(tensors, sizes)
+        if sizes.is_empty:
+            return
+        point = {**self.capacity, **sizes.point, **(hint or {})}
+        self.last = self.table.match(tuple([point[axis] for axis in self.table.axes]))
+        plan = self._plans[self.last.variant, *self._level(sizes.extents)]
+        regions += self._workspace
+        for region in regions:
+            values[region.name] = region.address
+        values |= plan.scalars
+        self._packer.pack_into(self._backend.arguments, 0, *[values[name] for name in self._order])
+        self._backend.run(plan.source, plan.launches, regions)
+
+    def explain(self, point: Mapping[str, int]) -> Explanation:
+        """Why the dispatch table answers what it does at a workload point; axes left out are at capacity."""
+        return self.table.explain({**self.capacity, **point})
+
+    def _level(self, extents: Mapping[str, int]) -> list[int]:
+        return [levels[bisect_left(levels, extents[axis])] for axis, levels in self._levels.items()]
+
+    def prepare(self, pack: Pack, family: Family, torch: Any, device: Any) -> None:
+        """Load every variant that a call can need, make its plans and take the largest workspace that one asks for."""
+        reachable = self.table.reachable(self.capacity)
+        variants = {name: pack.manifest.variants[name] for name in reachable}
+        self._backend.load(pack, sorted({variant.source for variant in variants.values()}), self.table.arch)
+        needed: dict[str, int] = {}
+        for name, variant in variants.items():
+            blocks = self._backend.resident_blocks(variant.source)
+            for level in product(*self._levels.values()):
+                capacity = self.capacity | dict(zip(self._levels, level, strict=True))
+                plan = family.plan(
+                    variant.candidate, self.table.packed.layout, capacity, sms=self._backend.sms, resident_blocks=blocks
+                )
+                self._plans[name, *level] = _Prepared(variant.source, plan.launches, plan.scalars)
+                for buffer, size in plan.workspace_bytes.items():
+                    needed[buffer] = max(needed.get(buffer, 0), size)
+        for buffer, size in needed.items():
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
+            self._memory.append(memory)
+            self._workspace.append(Region(buffer, memory.data_ptr(), size, writable=True))
+
+
+def plan_levels(capacity: int) -> tuple[int, ...]:
+    """The extents that launch plans are made for: 1 to 8, then two a power of two, and the capacity.
+
+    A call takes the least level that covers it, so at most half of a grid is idle.
+    """
+    levels = {*range(1, 9), capacity}
+    step = 8
+    while step < capacity:
+        levels |= {step, step * 3 // 2}
+        step *= 2
+    return tuple(sorted(level for level in levels if level <= capacity))
+
+
+def prepare(
+    pack: Pack,
+    *,
+    family: str,
+    layout: Mapping[str, Value] | str,
+    capacity: Mapping[str, int],
+    device: Any,
+    checked: bool = False,
+    target: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> PreparedCall:
+    """Make ``family`` ready for calls of up to ``capacity`` (every workload axis) on ``device``.
+
+    ``layout`` is a layout's name in the pack or fields that only it has. ``device`` is ``"cpu"`` (the emulator; it
+    compiles now, into ``cache_dir``) or a CUDA device. ``target`` picks one of the pack's targets; by default a GPU
+    gets the one closest to it and the CPU the newest architecture. ``checked`` makes every call look at the contents of
+    its tensors, which waits for the device. Raises PackError (ForeignArchError, LayoutMissingError), DeviceError,
+    BuildError or InputError.
+    """
+    import torch
+
+    if pack.manifest.family != family or family not in BINDINGS:
+        raise PackError(pack.where, f"is no pack of {family}", seen=f"it holds {pack.manifest.family}")
+    described = find_family(family, "family")
+    _check_capacity(described.axes, capacity)
+    on = torch.device(device)
+    params_bytes = described.params.size_bytes
+    dispatcher = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where)
+    backend: Backend
+    if on.type == "cpu":
+        backend = EmulatorBackend(Path(cache_dir) if cache_dir else default_cache_dir(), params_bytes)
+        chosen = target or _newest_target(pack)
+    elif on.type == "cuda":
+        on = torch.empty(1, device=on).device  # has an index, and lets torch make the primary context
+        backend = CudaBackend(on.index, params_bytes)
+        chosen = target or dispatcher.target(backend.capability, backend.sms)
+    else:
+        raise InputError("device", "must be cpu or cuda", seen=str(on))
+    table = dispatcher.table(chosen, layout)
+    binding = BINDINGS[family](table.packed.layout, capacity)
+    call = PreparedCall(
+        table=table,
+        family=described,
+        binding=binding,
+        checker=TensorChecker(binding.rules, on, {name: getattr(torch, name) for name in DTYPES}),
+        backend=backend,
+        capacity=capacity,
+        checked=checked,
+    )
+    call.prepare(pack, described, torch, on)
+    return call
+
+
+def default_cache_dir() -> Path:
+    """Where emulator builds are kept: $KGEN_CACHE_DIR, or kgen/ in the user's cache folder."""
+    named = os.environ.get("KGEN_CACHE_DIR")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kgen"
+
+
+def _check_capacity(axes: Sequence[str], capacity: Mapping[str, int]) -> None:
+    if set(capacity) != set(axes) or any(value < 1 for value in capacity.values()):
+        remedy = f"give a positive whole number for each of {', '.join(axes)}"
+        raise InputError("capacity", "does not fit the family", seen=repr(dict(capacity)), remedy=remedy)
+
+
+def _newest_target(pack: Pack) -> str:
+    if not pack.manifest.dispatch:
+        raise PackError(pack.where, "has no targets")
+    targets = pack.manifest.targets
+    return max(sorted(pack.manifest.dispatch), key=lambda name: arch_capability(targets[name].arch))

@@ -1,0 +1,116 @@
+"""Checks of torch tensors against what a kernel expects; every error names the tensor. torch is never imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kgen.errors import TensorError
+
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Region:
+    """The bytes of one tensor: what a kernel may read, and write where ``writable``."""
+
+    name: str
+    address: int
+    size_bytes: int
+    writable: bool
+
+    def overlaps(self, other: Region) -> bool:
+        """Whether the two share a byte."""
+        mine, theirs = self.address + self.size_bytes, other.address + other.size_bytes
+        return self.address < theirs and other.address < mine
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """What one tensor of a call must be.
+
+    ``dtypes`` are torch's names. ``shape`` names its dimensions: those in the call's sizes are required, others
+    are free; ``1?`` is a dimension of 1 that may be left out. It must be contiguous, or only its rows (all but the
+    first dimension) if ``rows_apart``. ``aligned`` asks for 16-byte addresses of the tensor and of its rows.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    shape: tuple[str, ...]
+    optional: bool = False
+    rows_apart: bool = False
+    aligned: bool = False
+    writable: bool = False
+
+
+class TensorChecker:
+    """Checks the tensors of calls on one device. ``dtypes`` are torch's dtypes by name."""
+
+    def __init__(self, rules: Sequence[TensorRule], device: Any, dtypes: Mapping[str, Any]) -> None:
+        self._rules, self._device = tuple(rules), device
+        self._dtypes = {rule.name: tuple(dtypes[name] for name in rule.dtypes) for rule in rules}
+
+    def check(self, tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> list[Region]:
+        """The regions of all tensors that are not None. Raises TensorError, also if an output shares memory."""
+        regions = []
+        for rule in self._rules:
+            tensor = tensors[rule.name]
+            if tensor is not None:
+                regions.append(self._check(rule, tensor, sizes))
+            elif not rule.optional:
+                raise TensorError(rule.name, "is missing")
+        for output in regions:
+            if output.writable:
+                _check_overlap(output, regions)
+        return regions
+
+    def _check(self, rule: TensorRule, tensor: Any, sizes: Mapping[str, int]) -> Region:
+        self.check_kind(rule, tensor)
+        shape = tuple(tensor.shape)
+        if not _fits(shape, rule.shape, sizes):
+            want = ", ".join(str(sizes.get(name, name)) for name in rule.shape)
+            raise TensorError(rule.name, f"must have shape [{want}]", seen=f"has {list(shape)}")
+        elements = tensor.numel()
+        itemsize = tensor.element_size()
+        row_elements = elements // shape[0] if elements else 0
+        row_bytes = itemsize * (row_elements if tensor.is_contiguous() else _row_stride(rule, tensor, row_elements))
+        address = tensor.data_ptr()
+        if rule.aligned and (address % ALIGNMENT_BYTES or row_bytes % ALIGNMENT_BYTES):
+            seen = f"address {address:#x}, {row_bytes} bytes from row to row"
+            raise TensorError(rule.name, f"is not aligned to {ALIGNMENT_BYTES} bytes", seen=seen, remedy="copy it")
+        size = (shape[0] - 1) * row_bytes + row_elements * itemsize if elements else 0
+        return Region(rule.name, address, size, rule.writable)
+
+    def check_kind(self, rule: TensorRule, tensor: Any) -> None:
+        """Raise TensorError unless ``tensor`` is one, of the right dtype, on the right device."""
+        if not hasattr(tensor, "data_ptr"):
+            raise TensorError(rule.name, "is not a torch tensor", seen=type(tensor).__name__)
+        if tensor.dtype not in self._dtypes[rule.name]:
+            raise TensorError(rule.name, f"must have dtype {' or '.join(rule.dtypes)}", seen=str(tensor.dtype))
+        if tensor.device != self._device:
+            wrong = f"must be on {self._device}, which the call was prepared for"
+            raise TensorError(rule.name, wrong, seen=f"is on {tensor.device}")
+
+
+def _fits(shape: tuple[int, ...], names: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
+    if "1?" in names and len(shape) != len(names):
+        names = tuple(name for name in names if name != "1?")
+    if len(shape) != len(names):
+        return False
+    return all((1 if name == "1?" else sizes.get(name, got)) == got for name, got in zip(names, shape, strict=True))
+
+
+def _row_stride(rule: TensorRule, tensor: Any, row_elements: int) -> int:
+    """Elements from one row to the next of a tensor that is not contiguous as a whole."""
+    stride = int(tensor.stride(0))
+    if not rule.rows_apart or not tensor[:1].is_contiguous() or stride < row_elements:
+        wrong = "must have contiguous rows" if rule.rows_apart else "must be contiguous"
+        raise TensorError(rule.name, wrong, seen=f"has strides {list(tensor.stride())}", remedy="copy it")
+    return stride
+
+
+def _check_overlap(output: Region, regions: Sequence[Region]) -> None:
+    for other in regions:
+        if other is not output and output.overlaps(other):
+            raise TensorError(output.name, f"shares memory with {other.name}", remedy="give it memory of its own")
