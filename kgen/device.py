@@ -1,4 +1,4 @@
-"""One GPU: memory, streams, kernels, graphs. With `kgen.cuda_driver`, all that touches the CUDA driver.
+"""One GPU: memory, streams, graphs. With `kgen.cuda_driver` and `kgen.device_kernels`, all that touches the driver.
 
 Device addresses and stream handles are plain integers, so that they mix with other libraries' (torch's
 data_ptr and cuda_stream): a `Device` works in the primary context, which those libraries use too.
@@ -6,8 +6,7 @@ data_ptr and cuda_stream): a `Device` works in the primary context, which those 
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -24,6 +23,7 @@ from kgen.cuda_driver import (
     driver_version,
     is_sticky,
 )
+from kgen.device_kernels import ArgumentBuffer, Function, Module, Stream, handle_of, resident_blocks
 from kgen.errors import DeviceError
 from kgen.family import Array
 from kgen.records import DeviceFingerprint
@@ -46,11 +46,6 @@ __all__ = [
 ]
 
 
-def resident_blocks(function: Function, threads: int, shared_bytes: int) -> int:
-    """How many blocks one SM holds at this block size and dynamic shared memory, says the driver."""
-    return int(call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function.handle, threads, shared_bytes))
-
-
 class DeviceBuffer:
     """Device memory of ``size_bytes`` at ``address`` (256-byte aligned), until `free`."""
 
@@ -65,21 +60,6 @@ class DeviceBuffer:
             self.address = 0
 
 
-class Stream:
-    """A stream that does not wait for the default stream; ``handle`` is its integer."""
-
-    def __init__(self) -> None:
-        self.handle = int(call("cuStreamCreate", int(driver().CUstream_flags.CU_STREAM_NON_BLOCKING)))
-
-    def synchronize(self) -> None:
-        """Wait for all work of the stream; raises what that work failed with."""
-        call("cuStreamSynchronize", self.handle)
-
-    def destroy(self) -> None:
-        """Give the stream back once its work is done."""
-        call("cuStreamDestroy", self.handle)
-
-
 class Event:
     """A time stamp in a stream."""
 
@@ -88,7 +68,7 @@ class Event:
 
     def record(self, stream: Stream | int) -> None:
         """Stamp the time once the stream's earlier work is done."""
-        call("cuEventRecord", self._handle, _handle_of(stream))
+        call("cuEventRecord", self._handle, handle_of(stream))
 
     def synchronize(self) -> None:
         """Wait until the stamp is taken."""
@@ -101,89 +81,6 @@ class Event:
     def destroy(self) -> None:
         """Give the event back."""
         call("cuEventDestroy", self._handle)
-
-
-class ArgumentBuffer:
-    """The bytes of a kernel's one struct argument and the void** array that launches need, made once.
-
-    Write through ``view`` (for instance ``packer.pack_into(buffer.view, 0, ...)``); the driver copies the
-    bytes during the launch call, so they may be changed right after it.
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        self._bytes = (ctypes.c_uint64 * -(-size_bytes // 8))()
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._bytes))
-        self.view = memoryview(self._bytes).cast("B")[:size_bytes]
-        self.pointer = ctypes.addressof(self._pointers)
-
-
-class Function:
-    """One kernel of a loaded module."""
-
-    def __init__(self, module: Module, entry: str, handle: Any) -> None:
-        self.module, self.entry, self.handle = module, entry, handle
-        self._launch: Callable[..., tuple[Any]] = driver().cuLaunchKernel
-
-    def _attribute(self, name: str) -> int:
-        api = driver()
-        return int(call("cuFuncGetAttribute", api.CUfunction_attribute[f"CU_FUNC_ATTRIBUTE_{name}"], self.handle))
-
-    @property
-    def registers(self) -> int:
-        """Registers per thread."""
-        return self._attribute("NUM_REGS")
-
-    @property
-    def local_bytes(self) -> int:
-        """Local memory per thread, in bytes: spills and stack."""
-        return self._attribute("LOCAL_SIZE_BYTES")
-
-    @property
-    def static_shared_bytes(self) -> int:
-        """Shared memory per block that the source declares, in bytes."""
-        return self._attribute("SHARED_SIZE_BYTES")
-
-    def set_dynamic_shared(self, shared_bytes: int) -> None:
-        """Opt in to ``shared_bytes`` of dynamic shared memory per block; the SM gives all it can to shared memory."""
-        attribute = driver().CUfunction_attribute
-        call("cuFuncSetAttribute", self.handle, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        call("cuFuncSetAttribute", self.handle, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
-
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        threads: int,
-        shared_bytes: int,
-        arguments: ArgumentBuffer,
-        stream: Stream | int,
-    ) -> None:
-        """Put one launch into the stream; it allocates nothing and may be captured."""
-        handle = stream if type(stream) is int else _handle_of(stream)
-        result = self._launch(
-            self.handle, grid[0], grid[1], grid[2], threads, 1, 1, shared_bytes, handle, arguments.pointer, 0
-        )[0]
-        if result:
-            raise CudaError(f"cuLaunchKernel of {self.entry}", result.name)
-
-
-class Module:
-    """A loaded cubin."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def function(self, entry: str) -> Function:
-        """The kernel called ``entry``, loaded now, so that its first launch loads nothing (and may be captured)."""
-        try:
-            handle = call("cuModuleGetFunction", self._handle, entry.encode())
-            call("cuFuncLoad", handle)
-        except CudaError as error:
-            raise CudaError(f"loading kernel {entry}", error.name) from error
-        return Function(self, entry, handle)
-
-    def unload(self) -> None:
-        """Give the module back; its functions must not be used any more."""
-        call("cuModuleUnload", self._handle)
 
 
 class Graph:
@@ -212,7 +109,7 @@ class Graph:
 
     def launch(self, stream: Stream | int) -> None:
         """Replay the captured work in a stream."""
-        call("cuGraphLaunch", self._executable, _handle_of(stream))
+        call("cuGraphLaunch", self._executable, handle_of(stream))
 
     def destroy(self) -> None:
         """Give the executable graph back; a second call does nothing."""
@@ -328,13 +225,9 @@ class Device:
 
     def copy_on_device(self, destination: int, source: int, size_bytes: int, stream: Stream | int) -> None:
         """Put a device-to-device copy into the stream."""
-        call("cuMemcpyDtoDAsync", destination, source, size_bytes, _handle_of(stream))
+        call("cuMemcpyDtoDAsync", destination, source, size_bytes, handle_of(stream))
 
     def fill(self, address: int, byte: int, size_bytes: int, stream: Stream | int) -> None:
         """Put a fill with one byte value into the stream."""
         if size_bytes:
-            call("cuMemsetD8Async", address, byte, size_bytes, _handle_of(stream))
-
-
-def _handle_of(stream: Stream | int) -> int:
-    return stream if isinstance(stream, int) else stream.handle
+            call("cuMemsetD8Async", address, byte, size_bytes, handle_of(stream))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kgen.device import Device, Function, Module, resident_blocks
-from kgen.errors import InputError
+from kgen.errors import InputError, KgenError
 from kgen.family import Kernel
 from kgen.targets import Target
 
@@ -57,26 +57,28 @@ def load_kernels(
     *,
     envelope: Target | None = None,
     limits: Target | None = None,
+    minimum_cuda: tuple[int, int] | None = None,
 ) -> LoadedKernels:
     """Load a cubin and opt in to its kernels' shared memory.
 
     With ``envelope``, every kernel is padded to that target's occupancy; ``limits`` are then the device's own.
-    DeviceError where the device cannot hold a kernel.
+    ``minimum_cuda`` is what the cubin needs of the driver. DeviceError where the device cannot hold a kernel.
     """
-    module = device.load_module(cubin)
-    functions: dict[str, Function] = {}
-    shared: dict[str, int] = {}
-    for kernel in kernels:
-        function = module.function(kernel.entry)
-        shared[kernel.entry] = kernel.shared_bytes
-        if envelope is not None and limits is not None:
-            static = function.static_shared_bytes
-            total = envelope_shared_bytes(
-                envelope, limits, kernel.threads, function.registers, kernel.shared_bytes + static
-            )
-            shared[kernel.entry] = total - static
-        function.set_dynamic_shared(shared[kernel.entry])
-        functions[kernel.entry] = function
+    module = device.load_module(cubin, minimum_cuda=minimum_cuda)
+    try:
+        functions = {kernel.entry: module.function(kernel.entry) for kernel in kernels}
+        shared = {kernel.entry: kernel.shared_bytes for kernel in kernels}
+        for kernel in kernels:
+            function = functions[kernel.entry]
+            if envelope is not None and limits is not None:
+                static = function.static_shared_bytes
+                total = static + kernel.shared_bytes
+                padded = envelope_shared_bytes(envelope, limits, kernel.threads, function.registers, total)
+                shared[kernel.entry] = padded - static
+            function.set_dynamic_shared(shared[kernel.entry])
+    except KgenError:
+        module.unload()
+        raise
     main = kernels[0]
     blocks = resident_blocks(functions[main.entry], main.threads, shared[main.entry])
     return LoadedKernels(module, functions, shared, blocks)

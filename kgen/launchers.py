@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,7 +141,7 @@ class Launcher(ABC):
 
 @dataclass
 class EmulatorLauncher(Launcher):
-    """Runs the emulator's build of the kernels. ``seed`` orders its threads and lands its copies."""
+    """Runs the emulator's build of the kernels. ``seed`` is of the first launch of a plan; each one has the next."""
 
     module: EmulatedModule
     seed: int = 0
@@ -169,7 +170,17 @@ class EmulatorLauncher(Launcher):
         return array
 
     def _starter(self, plan: Plan, params: bytes, regions: Sequence[Region], *, replayed: bool) -> Callable[[], None]:
-        buffers = [Buffer(region.name, region.address, region.size_bytes, region.writable) for region in regions]
+        buffers = [
+            Buffer(
+                region.name,
+                region.address,
+                region.size_bytes,
+                region.writable,
+                written=bytearray(region.size_bytes) if region.writable else None,
+            )
+            for region in regions
+        ]
+        order = itertools.count(self.seed)
 
         def start() -> None:
             for launch in plan.launches:
@@ -180,7 +191,7 @@ class EmulatorLauncher(Launcher):
                     shared_bytes=launch.shared_bytes,
                     params=params,
                     buffers=buffers,
-                    seed=self.seed,
+                    seed=next(order),
                 )
 
         return start

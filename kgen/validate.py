@@ -93,6 +93,46 @@ def reversed_lengths(case: Case) -> Case:
     return Case(f"{case.name}, replayed", options)
 
 
+@dataclass(frozen=True)
+class Problem:
+    """One call, what made it, and what it must compute (float64, by output)."""
+
+    case: Case
+    seed: int
+    call: Call
+    reference: Mapping[str, Array]
+
+
+class Problems:
+    """The problems of a family and layout, each made once: references take longer than kernels."""
+
+    def __init__(self, family: Family, layout: Layout) -> None:
+        self.family, self.layout = family, layout
+        self._made: dict[tuple[str, int], Problem] = {}
+
+    def first(self, case: Case, seed: int) -> Problem:
+        """The problem of a case and seed."""
+        key = (case.name, seed)
+        if key not in self._made:
+            inputs = self.family.make_inputs(self.layout, case, seed)
+            outputs = self.family.output_arrays(self.layout, case, inputs)
+            call = Call(inputs, outputs, self.family.scalars(self.layout, case, inputs))
+            self._made[key] = Problem(case, seed, call, self.family.reference(self.layout, case, inputs))
+        return self._made[key]
+
+    def replays(self, case: Case, seed: int) -> list[Problem]:
+        """What may replay the launches of `first`: other lengths where the parameter struct allows it."""
+        first = self.first(case, seed)
+        same_lengths = Case(f"{case.name}, again", case.options)
+        for other in (reversed_lengths(case), same_lengths):
+            problem = self.first(other, seed + REPLAY_SEED)
+            if self.family.capacity(other) == self.family.capacity(case) and _struct(problem.call) == _struct(
+                first.call
+            ):
+                return [problem]
+        return []
+
+
 def validate(
     family: Family,
     candidate: Candidate,
@@ -104,26 +144,28 @@ def validate(
     resident_blocks: int,
     cases: Sequence[Case] | None = None,
     seeds: Sequence[int] = (0, 1),
+    problems: Problems | None = None,
 ) -> Verdict:
     """Run every case with every seed, stopping at the first failure; with the first seed also the replay.
 
     An emulator fault is a failed verdict whose reason is the fault's text; CudaError is the caller's, who knows
-    whether the process survives it.
+    whether the process survives it. Validating many candidates of a layout is faster with shared ``problems``.
     """
+    problems = problems or Problems(family, layout)
     results: list[CaseResult] = []
     for case in family.cases(layout) if cases is None else cases:
         capacity = family.capacity(case)
         plan = family.plan(candidate, layout, capacity, sms=target_sms, resident_blocks=resident_blocks)
         for seed in seeds:
-            problems = [_problem(family, layout, case, seed)]
+            sequence = [problems.first(case, seed)]
             if seed == seeds[0]:
-                problems += _replays(family, layout, case, problems[0])
+                sequence += problems.replays(case, seed)
             try:
-                outcomes = launcher.run(family, plan, [problem.call for problem in problems])
+                outcomes = launcher.run(family, plan, [problem.call for problem in sequence])
             except EmulatorError as error:
                 return _verdict(results, f"{case.name}, seed {seed}: {error}")
-            for problem, outcome in zip(problems, outcomes, strict=True):
-                results += _compare_all(family, layout, problem, outcome, tolerances)
+            for problem, outcome in zip(sequence, outcomes, strict=True):
+                results += _compare_all(family, problem, outcome, tolerances)
                 reason = next((result.reason for result in results if not result.ok), _damage(problem, outcome))
                 if reason:
                     return _verdict(results, reason)
@@ -165,30 +207,6 @@ def validate_in_emulator(
     )
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """One call and the case and seed that made it."""
-
-    case: Case
-    seed: int
-    call: Call
-
-
-def _problem(family: Family, layout: Layout, case: Case, seed: int) -> _Problem:
-    inputs = family.make_inputs(layout, case, seed)
-    outputs = family.output_arrays(layout, case, inputs)
-    return _Problem(case, seed, Call(inputs, outputs, family.scalars(layout, case, inputs)))
-
-
-def _replays(family: Family, layout: Layout, case: Case, first: _Problem) -> list[_Problem]:
-    """The call that may replay the first one's launches: other lengths where the parameter struct allows it."""
-    for other in (reversed_lengths(case), Case(f"{case.name}, replayed", case.options)):
-        problem = _problem(family, layout, other, first.seed + REPLAY_SEED)
-        if family.capacity(other) == family.capacity(case) and _struct(problem.call) == _struct(first.call):
-            return [problem]
-    return []
-
-
 def _struct(call: Call) -> tuple[Mapping[str, int | float], set[str]]:
     """What a captured call has fixed: its scalars, and which arrays it has."""
     arrays = {**call.inputs, **call.outputs}
@@ -196,17 +214,21 @@ def _struct(call: Call) -> tuple[Mapping[str, int | float], set[str]]:
 
 
 def _compare_all(
-    family: Family, layout: Layout, problem: _Problem, outcome: Outcome, tolerances: Mapping[str, Tolerance]
+    family: Family, problem: Problem, outcome: Outcome, tolerances: Mapping[str, Tolerance]
 ) -> Iterator[CaseResult]:
-    reference = family.reference(layout, problem.case, problem.call.inputs)
     for output, array in outcome.outputs.items():
         found = family.as_float(output, array)
         yield compare(
-            found, reference[output], tolerances[output], name=problem.case.name, seed=problem.seed, output=output
+            found,
+            problem.reference[output],
+            tolerances[output],
+            name=problem.case.name,
+            seed=problem.seed,
+            output=output,
         )
 
 
-def _damage(problem: _Problem, outcome: Outcome) -> str:
+def _damage(problem: Problem, outcome: Outcome) -> str:
     where = f"{problem.case.name}, seed {problem.seed}"
     if outcome.changed_inputs:
         return f"{where}: the kernel changed its inputs: {', '.join(outcome.changed_inputs)}"

@@ -1,0 +1,320 @@
+"""The worker's side on a GPU: inputs that leave the L2 cache cold, graphs of launches, and their timing."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kgen.device import ArgumentBuffer, Device, DeviceBuffer, Event, Graph, Stream
+from kgen.envelope import LoadedKernels, load_kernels
+from kgen.errors import DeviceError
+from kgen.family import Array, Case, Family, Plan, find_family
+from kgen.launchers import ALIGNMENT, WORKSPACE_POISON, DeviceLauncher
+from kgen.measure_job import Job, LoadedResources, key_of, target_from_json
+from kgen.targets import Target
+from kgen.timing import LAUNCHES, input_sets
+from kgen.validate import Problems, compare, validate
+
+MEMORY_SHARE = 0.4  # of the free device memory, for the inputs of one point
+REFERENCE_FLOP = 4e9  # a larger point's reference takes too long on the host: its outputs are checked for NaN only
+CANARY_BYTES = 256 << 20
+CANARY_REPLAYS = 21
+IDLE_S = 0.02  # a device that did nothing for longer is warmed up before it is timed
+WARMUP_S = 0.05
+
+
+@dataclass
+class _Point:
+    """The inputs of one workload point on the device: ``sets`` copies, ``set_bytes`` apart, and one set of outputs."""
+
+    case: Case
+    arena: DeviceBuffer
+    sets: int
+    set_bytes: int
+    input_offsets: Mapping[str, int]
+    scalars: Mapping[str, int | float]
+    outputs: Mapping[str, Array]
+    output_buffers: Mapping[str, DeviceBuffer]
+    reference: Mapping[str, Array] | None
+
+    def pointers(self, index: int) -> dict[str, int]:
+        base = self.arena.address + index * self.set_bytes
+        inputs = {name: base + offset for name, offset in self.input_offsets.items()}
+        return inputs | {name: buffer.address for name, buffer in self.output_buffers.items()}
+
+    def free(self) -> None:
+        for buffer in (self.arena, *self.output_buffers.values()):
+            buffer.free()
+
+
+@dataclass
+class _Armed:
+    """A job's launches at one point, captured."""
+
+    point_key: str
+    graph: Graph
+    launches: int
+    workspace: Mapping[str, DeviceBuffer]
+
+    def free(self) -> None:
+        self.graph.destroy()
+        for buffer in self.workspace.values():
+            buffer.free()
+
+
+@dataclass
+class _Loaded:
+    job: Job
+    family: Family
+    kernels: LoadedKernels
+    armed: dict[str, _Armed]
+
+
+class DeviceBackend:
+    """Measures on one GPU; see `kgen.measure_worker.Backend` for the protocol."""
+
+    device: Device
+    stream: Stream
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, _Loaded] = {}
+        self._points: dict[str, _Point] = {}
+        self._problems: dict[str, Problems] = {}
+        self._canary_buffers: tuple[DeviceBuffer, DeviceBuffer] | None = None
+        self._busy_at = -float("inf")
+        self._limits: Target | None = None
+        self._envelope: Target | None = None
+
+    def open(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Open the device and make a stream; refuses a device of another architecture than the target."""
+        self.device = Device.open(settings["ordinal"])
+        self.stream = Stream()
+        self._limits, self._envelope = target_from_json(settings["target"]), target_from_json(settings["envelope"])
+        if self._limits is not None and self._limits.compute_capability != self.device.compute_capability:
+            raise DeviceError(
+                f"device {settings['ordinal']}",
+                f"is not of target {self._limits.name}",
+                seen=f"it is {self.device.arch}",
+                remedy="name the target of this device",
+            )
+        return dataclasses.asdict(self.device.fingerprint())
+
+    def load(self, job: Job) -> Mapping[str, int]:
+        """Load a cubin whose bytes are those that were built."""
+        try:
+            cubin = Path(job.cubin_path).read_bytes()
+        except OSError as error:
+            raise DeviceError(job.cubin_path, "cannot be read", seen=str(error), remedy="build it again") from error
+        found = hashlib.sha256(cubin).hexdigest()
+        if found != job.cubin_sha256:
+            raise DeviceError(job.cubin_path, "is not the cubin that was built", seen=found, remedy="build it again")
+        family = find_family(job.family, f"job {job.name}")
+        kernels = load_kernels(
+            self.device,
+            cubin,
+            family.kernels(job.candidate, job.layout),
+            envelope=self._envelope,
+            limits=self._limits,
+            minimum_cuda=job.minimum_cuda,
+        )
+        self._jobs[job.name] = _Loaded(job, family, kernels, {})
+        main = family.kernels(job.candidate, job.layout)[0].entry
+        function = kernels.functions[main]
+        return dataclasses.asdict(
+            LoadedResources(
+                function.registers, kernels.shared_bytes[main], function.local_bytes, kernels.resident_blocks
+            )
+        )
+
+    def check(self, name: str) -> Mapping[str, Any]:
+        """Validate on the family's cases, replays with changed lengths included."""
+        loaded = self._jobs[name]
+        job = loaded.job
+        key = key_of(job.family, dict(job.layout))
+        problems = self._problems.setdefault(key, Problems(loaded.family, job.layout))
+        verdict = validate(
+            loaded.family,
+            job.candidate,
+            job.layout,
+            job.tolerances,
+            DeviceLauncher(self.device, loaded.kernels),
+            target_sms=self.device.sms,
+            resident_blocks=loaded.kernels.resident_blocks,
+            problems=problems,
+        )
+        worst = verdict.worst
+        finite = worst is not None and np.isfinite(worst.relative_l2)
+        return {
+            "ok": verdict.ok,
+            "reason": verdict.reason,
+            "relative_error": worst.relative_l2 if worst is not None and finite else None,
+        }
+
+    def prepare(self, family: str, layout: Mapping[str, Any], point: Mapping[str, int]) -> None:
+        """Put a point's inputs on the device, in as many copies as a cold L2 needs; other unused points go."""
+        key = key_of(family, dict(layout), dict(point))
+        if key in self._points:
+            return
+        used = {armed.point_key for loaded in self._jobs.values() for armed in loaded.armed.values()}
+        for other in [other for other in self._points if other not in used]:
+            self._points.pop(other).free()
+        self._points[key] = self._make_point(find_family(family, "request"), layout, point)
+
+    def _make_point(self, family: Family, layout: Mapping[str, Any], point: Mapping[str, int]) -> _Point:
+        case = family.point_case(point)
+        inputs = family.make_inputs(layout, case, seed=0)
+        outputs = {
+            name: array for name, array in family.output_arrays(layout, case, inputs).items() if array is not None
+        }
+        offsets, set_bytes = {}, 0
+        for name, array in inputs.items():
+            if array is not None:
+                offsets[name] = set_bytes
+                set_bytes += -(-max(array.nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        sets = input_sets(set_bytes, self.device.l2_bytes, int(self.device.free_bytes() * MEMORY_SHARE))
+        arena = self.device.allocate(sets * set_bytes)
+        for name, offset in offsets.items():
+            array = inputs[name]
+            assert array is not None
+            self.device.copy_to_device(arena.address + offset, array)
+        for index in range(1, sets):
+            self.device.copy_on_device(arena.address + index * set_bytes, arena.address, set_bytes, self.stream)
+        self.stream.synchronize()
+        affordable = family.work(layout, point).flop <= REFERENCE_FLOP
+        return _Point(
+            case=case,
+            arena=arena,
+            sets=sets,
+            set_bytes=set_bytes,
+            input_offsets=offsets,
+            scalars=family.scalars(layout, case, inputs),
+            outputs=outputs,
+            output_buffers={name: self.device.allocate(array.nbytes) for name, array in outputs.items()},
+            reference=family.reference(layout, case, inputs) if affordable else None,
+        )
+
+    def arm(self, name: str, point: Mapping[str, int]) -> None:
+        """Capture the job's launches over all input sets, often enough for a graph worth timing."""
+        loaded = self._jobs[name]
+        job, family = loaded.job, loaded.family
+        key = key_of(job.family, dict(job.layout), dict(point))
+        prepared = self._points[key]
+        plan = family.plan(
+            job.candidate,
+            job.layout,
+            family.capacity(prepared.case),
+            sms=self.device.sms,
+            resident_blocks=loaded.kernels.resident_blocks,
+        )
+        workspace = {name: self.device.allocate(size) for name, size in plan.workspace_bytes.items()}
+        for buffer in workspace.values():
+            self.device.fill(buffer.address, WORKSPACE_POISON, buffer.size_bytes, self.stream)
+        self.stream.synchronize()
+        rotations = -(-LAUNCHES // prepared.sets)
+        graph = Graph()
+        armed = _Armed(key, graph, rotations * prepared.sets, workspace)
+        loaded.armed[key_of(dict(point))] = armed
+        with graph.capture(self.stream):
+            for _ in range(rotations):
+                self._put_rotation(loaded, plan, prepared, workspace)
+
+    def _put_rotation(
+        self, loaded: _Loaded, plan: Plan, prepared: _Point, workspace: Mapping[str, DeviceBuffer]
+    ) -> None:
+        """Launch the plan once on every input set; the driver copies the arguments when it captures a launch."""
+        launcher = DeviceLauncher(self.device, loaded.kernels)
+        params = loaded.family.params
+        arguments = ArgumentBuffer(params.size_bytes)
+        fixed: dict[str, int | float] = {item.name: 0 for item in params.parameters if item.kind == "pointer"}
+        fixed |= {name: buffer.address for name, buffer in workspace.items()}
+        for index in range(prepared.sets):
+            values = {**fixed, **prepared.scalars, **plan.scalars, **prepared.pointers(index)}
+            arguments.view[:] = params.pack(values)
+            launcher.put(plan, arguments, self.stream)
+
+    def sample(self, name: str, point: Mapping[str, int], replays: int) -> list[float]:
+        """Microseconds a launch, in each of ``replays`` replays, on a warm device."""
+        armed = self._jobs[name].armed[key_of(dict(point))]
+        self._warm(armed.graph)
+        return [time_us / armed.launches for time_us in self._timed(armed.graph, replays)]
+
+    def _warm(self, graph: Graph) -> None:
+        """Replay untimed: once, or for `WARMUP_S` where the device was idle and its clocks may have dropped."""
+        idle = time.monotonic() - self._busy_at > IDLE_S
+        end = time.monotonic() + (WARMUP_S if idle else 0.0)
+        while True:
+            graph.launch(self.stream)
+            self.stream.synchronize()
+            if time.monotonic() >= end:
+                return
+
+    def _timed(self, graph: Graph, replays: int) -> list[float]:
+        start, end, times_us = Event(), Event(), []
+        for _ in range(replays):
+            start.record(self.stream)
+            graph.launch(self.stream)
+            end.record(self.stream)
+            end.synchronize()
+            times_us.append(end.microseconds_since(start))
+        start.destroy()
+        end.destroy()
+        self._busy_at = time.monotonic()
+        return times_us
+
+    def confirm(self, name: str, point: Mapping[str, int]) -> Mapping[str, Any]:
+        """Replay the timed graph on poisoned outputs and compare; without a reference, look for NaN only."""
+        loaded = self._jobs[name]
+        armed = loaded.armed[key_of(dict(point))]
+        prepared = self._points[armed.point_key]
+        for output, array in prepared.outputs.items():
+            self.device.copy_to_device(prepared.output_buffers[output].address, array)
+        armed.graph.launch(self.stream)
+        worst: float | None = None
+        for output, array in prepared.outputs.items():
+            found = np.empty_like(array)
+            self.device.copy_to_host(found, prepared.output_buffers[output].address)
+            values = loaded.family.as_float(output, found)
+            if prepared.reference is None:
+                if np.isnan(values).any():
+                    reason = f"{output} at {prepared.case.name} has elements that are NaN or were never written"
+                    return {"ok": False, "reason": reason, "relative_error": None}
+                continue
+            tolerance = loaded.job.tolerances[output]
+            result = compare(
+                values, prepared.reference[output], tolerance, name=prepared.case.name, seed=0, output=output
+            )
+            if not result.ok:
+                return {"ok": False, "reason": result.reason, "relative_error": None}
+            worst = max(worst or 0.0, result.relative_l2)
+        return {"ok": True, "reason": "", "relative_error": worst}
+
+    def disarm(self, name: str, point: Mapping[str, int]) -> None:
+        """Give the graph and workspace back."""
+        self._jobs[name].armed.pop(key_of(dict(point))).free()
+
+    def unload(self, name: str) -> None:
+        """Give the module and whatever is still armed back."""
+        loaded = self._jobs.pop(name)
+        for armed in loaded.armed.values():
+            armed.free()
+        loaded.kernels.unload()
+
+    def canary(self) -> float:
+        """Median microseconds of a copy of 256 MB on the device, once its clocks are up."""
+        if self._canary_buffers is None:
+            self._canary_buffers = (self.device.allocate(CANARY_BYTES), self.device.allocate(CANARY_BYTES))
+        destination, source = (buffer.address for buffer in self._canary_buffers)
+        graph = Graph()
+        with graph.capture(self.stream):
+            self.device.copy_on_device(destination, source, CANARY_BYTES, self.stream)
+        self._warm(graph)
+        median = float(np.median(self._timed(graph, CANARY_REPLAYS)))
+        graph.destroy()
+        return median
