@@ -69,7 +69,7 @@ struct KvRing {
 
   // Where this lane's row of a tile is; past the end, the last key again, so that every tile has all its bytes.
   KGEN_DEVICE int place(int tile) const {
-    const int row = thread_index() / 32 * T::kFillRows + thread_index() % T::kFillRows;
+    const int warp = thread_index() / 32, lane = thread_index() % 32, row = warp * T::kFillRows + lane % T::kFillRows;
     const int key = (first_tile + tile) * Config::kTileN + row;
     return key_place(params, request, key < request.keys() ? key : request.keys() - 1);
   }
