@@ -29,18 +29,23 @@ _NUMBER = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)
 
 
 class SpecFileError(SpecError):
-    """All that is wrong with a file, one line each; the attributes of `SpecError` are of the first."""
+    """All that is wrong with a file, by line, one error a line; the attributes of `SpecError` are of the first."""
 
     def __init__(self, errors: Sequence[SpecError]) -> None:
-        first = errors[0]
+        self.errors = tuple(sorted(errors, key=_file_and_line))
+        first = self.errors[0]
         super().__init__(first.where, first.wrong, seen=first.seen, remedy=first.remedy)
-        self.errors = tuple(errors)
-        self.args = ("\n".join(str(error) for error in errors),)
+        self.args = ("\n".join(str(error) for error in self.errors),)
+
+
+def _file_and_line(error: SpecError) -> tuple[str, int]:
+    label, _, line = error.where.rpartition(":")
+    return (label, int(line)) if line.isdecimal() else (error.where, 0)
 
 
 @dataclass(frozen=True)
 class LocatedYaml:
-    """The content of one YAML file. ``key_lines`` and ``value_lines`` count from 1."""
+    """The content of one YAML file. Lines count from 1; a list or mapping is where its key is."""
 
     label: str
     content: bytes
@@ -182,9 +187,11 @@ class _Walk:
     def value(self, node: yaml.Node, path: FieldPath) -> Any:
         """The data of one node, its children included."""
         self._enter(node, path)
-        self.value_lines.setdefault(path, node.start_mark.line + 1)
+        line = node.start_mark.line + 1
         if isinstance(node, yaml.ScalarNode):
+            self.value_lines.setdefault(path, line)
             return self._scalar(node, path)
+        self.value_lines.setdefault(path, self.key_lines.get(path, line))
         self.open_nodes.append(node)
         kind = "seq" if isinstance(node, yaml.SequenceNode) else "map"
         if node.tag != _TAG + kind:
@@ -233,11 +240,16 @@ class _Walk:
         """Counts a node; SpecFileError where going on would not end, or not soon."""
         self.nodes += 1
         if any(node is outer for outer in self.open_nodes):
-            raise SpecFileError([self._error(node, path, "an alias contains itself")])
-        if self.nodes > _MAX_NODES:
-            raise SpecFileError([self._error(node, path, f"more than {_MAX_NODES} values once aliases are expanded")])
-        if len(self.open_nodes) > _MAX_DEPTH:
-            raise SpecFileError([self._error(node, path, f"nested deeper than {_MAX_DEPTH} levels")])
+            wrong = "an alias contains itself"
+        elif self.nodes > _MAX_NODES:
+            wrong = f"more than {_MAX_NODES} values once aliases are expanded"
+        elif len(self.open_nodes) > _MAX_DEPTH:
+            wrong = f"nested deeper than {_MAX_DEPTH} levels"
+        else:
+            return
+        top = path[:1]  # the node itself is where its anchor is
+        where = f"{self.label}:{self.key_lines.get(top, node.start_mark.line + 1)}"
+        raise SpecFileError([SpecError(where, f"{spell(top)}: {wrong}" if top else wrong)])
 
     def _scalar(self, node: yaml.ScalarNode, path: FieldPath) -> Any:
         text, kind = node.value, node.tag.removeprefix(_TAG)

@@ -157,7 +157,7 @@ def _with_origins(output: str, template: str, templates: Path) -> list[_Line]:
             written[file] = (templates / file).read_text(encoding="utf-8").split("\n")
         text = _MARK.sub("", marked).rstrip()
         if _blank_above(written[file], number):
-            lines.append(_Line("", file, number))
+            lines.append(_Line("", file, number - 1))
         if text or not _TEMPLATE_COMMENT.match(written[file][number - 1]):
             lines.append(_Line(text, file, number))
     return lines

@@ -118,7 +118,7 @@ def _load_targets(
         found = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").exists()), None)
         if found is None:
             known = sorted({item.stem for folder in folders for item in folder.glob("*.yaml")})
-            remedy = f"{suggest(name, known)}; its figures are due in targets/{name}.yaml"
+            remedy = f"its figures are due in targets/{name}.yaml; {suggest(name, known)}"
             errors.append(file.error(("targets", index), "no such target", seen=repr(name), remedy=remedy))
             continue
         try:

@@ -128,7 +128,8 @@ def _plain_error(model: type[BaseModel], detail: ErrorDetails, yaml_file: Locate
     if kind == "extra_forbidden":
         section = _SECTIONS.get(path[0], model) if len(path) > 1 else model
         present = _at(yaml_file.data, path[:-1])
-        remedy = suggest(path[-1], [name for name in section.model_fields if name not in present])
+        free = [name for name in section.model_fields if name not in present]
+        remedy = suggest(path[-1], free or section.model_fields)
         return yaml_file.error(path, "unknown key", remedy=remedy, of_key=True)
     if kind == "missing":
         return yaml_file.error(path, _RULES[kind])
