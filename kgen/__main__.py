@@ -1,0 +1,9 @@
+"""``python -m kgen`` is ``kgen``."""
+
+from __future__ import annotations
+
+import sys
+
+from kgen.cli import main
+
+sys.exit(main())

@@ -1,0 +1,128 @@
+"""``kgen db``: the tuning database as text, merged and migrated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kgen.cli.console import JsonFlag, write_json
+from kgen.cli.options import DatabaseFlag, database_url
+from kgen.resources import TUNING_DB
+
+app = typer.Typer(no_args_is_help=True, help="Export, import, merge and migrate tuning databases.")
+
+
+@app.command("export")
+def export_command(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the text files.")] = TUNING_DB,
+    db: DatabaseFlag = None,
+    json: JsonFlag = False,
+) -> None:
+    """Write all trials as text: JSON lines, one trial a line, the same bytes for the same trials.
+
+    The files are <family>.<target>.<evidence>[.<device>].jsonl. A file is never replaced by one that lacks its lines.
+
+    \b
+    Examples:
+      kgen db export
+      kgen db export --db mine.sqlite --out reviewed/
+
+    Files go to --out (default: tuning_db/ of the checkout); their names go to stdout.
+    """
+    from kgen.db import TuningDatabase
+    from kgen.db.text_form import export_text
+
+    with TuningDatabase.open(database_url(db), read_only=True) as database:
+        files = export_text(database, out)
+    if json:
+        write_json({"files": files})
+        return
+    for path in files:
+        typer.echo(path)
+
+
+@app.command("import")
+def import_command(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="PATH...", help="Text files, or folders of *.jsonl. Default: the shipped tuning_db/."),
+    ] = None,
+    db: DatabaseFlag = None,
+    json: JsonFlag = False,
+) -> None:
+    """Add the trials of text files to a database: all of them or, where one line is wrong, none.
+
+    Trials that are there already are counted and left alone, so importing twice is harmless.
+
+    \b
+    Examples:
+      kgen db import
+      kgen db import reviewed/ --db mine.sqlite
+
+    Trials go to --db, which is made where it is missing.
+    """
+    from kgen.db import TuningDatabase
+    from kgen.db.text_form import import_text
+
+    with TuningDatabase.open(database_url(db)) as database:
+        added = import_text(database, paths or [TUNING_DB])
+        where = database.where
+    _report_added(added.added, added.already_there, where, json)
+
+
+@app.command("merge")
+def merge_command(
+    other: Annotated[str, typer.Argument(metavar="URL", help="Database to take trials from; it is only read.")],
+    db: DatabaseFlag = None,
+    json: JsonFlag = False,
+) -> None:
+    """Add the trials of another database that this one lacks.
+
+    \b
+    Examples:
+      kgen db merge from_the_h200.sqlite
+      kgen db merge sqlite:////mnt/share/tuning.sqlite --db mine.sqlite
+
+    Trials go to --db.
+    """
+    from kgen.db import TuningDatabase
+    from kgen.db.text_form import merge
+
+    with TuningDatabase.open(database_url(db)) as database:
+        added = merge(database, other)
+        where = database.where
+    _report_added(added.added, added.already_there, where, json)
+
+
+@app.command("migrate")
+def migrate_command(db: DatabaseFlag = None, json: JsonFlag = False) -> None:
+    """Raise a database of an older kgen to this one's schema, after a backup beside it.
+
+    Nothing else ever changes a schema; a database of a newer kgen is refused.
+
+    \b
+    Examples:
+      kgen db migrate
+      kgen db migrate --db mine.sqlite --json
+
+    The database is changed in place; the backup's name goes to stdout.
+    """
+    from kgen.db import migrate
+
+    url = database_url(db)
+    report = migrate(url)
+    if json:
+        write_json({"db": url, "before": report.before, "after": report.after, "backup": report.backup})
+    elif report.before == report.after:
+        typer.echo(f"{url}: already at schema {report.after}")
+    else:
+        typer.echo(f"{url}: schema {report.before} -> {report.after}; backup in {report.backup}")
+
+
+def _report_added(added: int, already_there: int, where: str, json: bool) -> None:
+    if json:
+        write_json({"db": where, "added": added, "already_there": already_there})
+    else:
+        typer.echo(f"{where}: {added} trials added, {already_there} were there already")

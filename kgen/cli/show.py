@@ -1,0 +1,184 @@
+"""``kgen show``: what the tuning database and the spaces hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kgen.cli.console import JsonFlag, write_json, write_table
+from kgen.cli.options import (
+    DEFAULT_SPEC,
+    DEFAULT_TARGET,
+    DatabaseFlag,
+    LayoutsFlag,
+    SpecFlag,
+    TargetFlag,
+    database_url,
+    load,
+)
+
+if TYPE_CHECKING:
+    from kgen.db import TuningDatabase
+    from kgen.db.winners import Winner
+    from kgen.records import TrialRecord
+
+app = typer.Typer(no_args_is_help=True, help="Show what the database and the spaces hold.")
+
+
+@app.command()
+def winners(
+    spec: SpecFlag = DEFAULT_SPEC,
+    target: TargetFlag = DEFAULT_TARGET,
+    layout: LayoutsFlag = None,
+    db: DatabaseFlag = None,
+    json: JsonFlag = False,
+) -> None:
+    """Show the winner of each head layout and workload point, its time, and what that time is worth.
+
+    \b
+    Examples:
+      kgen show winners --target sm_120 --layout h8_p1
+      kgen show winners --db tuning_db/tuning.sqlite --json
+
+    One row a point goes to stdout. Nothing is compiled or timed.
+    """
+    from kgen.db.winners import winners as query
+
+    loaded = load(spec)
+    chip = loaded.target(target)
+    names = [name for name in layout or loaded.layouts if loaded.layout(name)]
+    with _open(db) as database:
+        found = [
+            winner
+            for name in names
+            for winner in query(
+                database, family=loaded.family.name, target=target, layout=loaded.layout(name), arch=chip.nvcc_arch
+            )
+        ]
+    if json:
+        write_json({"target": target, "winners": found})
+        return
+    print_winners(found, loaded.family.axes, lambda winner: loaded.family.label(winner.candidate))
+    if not found:
+        typer.echo(f"no winners for {target} yet; run: kgen tune --spec {spec} --target {target}")
+
+
+@app.command()
+def trials(
+    layout: LayoutsFlag = None,
+    target: Annotated[str | None, typer.Option("--target", metavar="NAME", help="Only this target.")] = None,
+    status: Annotated[str | None, typer.Option("--status", metavar="STATUS", help="Only this outcome.")] = None,
+    last: Annotated[int, typer.Option("--last", min=1, metavar="N", help="Only the latest N.")] = 20,
+    db: DatabaseFlag = None,
+    json: JsonFlag = False,
+) -> None:
+    """Show the latest trials, failures too, with the reason of each failure.
+
+    \b
+    Examples:
+      kgen show trials --last 5
+      kgen show trials --status compile_error --layout h128_p1
+
+    One row a trial goes to stdout, latest last.
+    """
+    with _open(db) as database:
+        found = [
+            record
+            for record in database.trials()
+            if (target in {None, record.target}) and (status in {None, record.status})
+            and (not layout or record.layout_name in layout)
+        ][-last:]  # fmt: skip
+    if json:
+        write_json({"trials": found})
+        return
+    columns = ["created", "target", "layout", "source", "status", "evidence", "registers", "shared (B)", "reason"]
+    write_table(columns, [_trial_row(record) for record in found])
+
+
+@app.command()
+def summary(db: DatabaseFlag = None, json: JsonFlag = False) -> None:
+    """Show how many trials the tuning database has, by target, layout, evidence and status.
+
+    \b
+    Examples:
+      kgen show summary
+      kgen show summary --db sqlite:///tuning_db/tuning.sqlite --json
+
+    Counts go to stdout.
+    """
+    with _open(db) as database:
+        records = database.trials()
+        where = database.where
+    counts = Counter((item.target, item.layout_name, item.evidence, item.status) for item in records)
+    rows = [(*key, count) for key, count in sorted(counts.items())]
+    columns = ["target", "layout", "evidence", "status", "trials"]
+    if json:
+        write_json({"db": where, "counts": [dict(zip(columns, row, strict=True)) for row in rows]})
+        return
+    typer.echo(f"{where}: {len(records)} trials")
+    write_table(columns, rows)
+
+
+@app.command()
+def space(
+    spec: SpecFlag = DEFAULT_SPEC,
+    target: TargetFlag = DEFAULT_TARGET,
+    layout: LayoutsFlag = None,
+    json: JsonFlag = False,
+) -> None:
+    """Show how many candidates are feasible, and which rules reject the others.
+
+    \b
+    Examples:
+      kgen show space --spec verify_mla.yaml --target sm_120 --layout h8_p1
+      kgen show space --target sm_90 --json
+
+    Counts go to stdout; with --json, the feasible candidates too.
+    """
+    from kgen.space import enumerate_space
+
+    loaded = load(spec)
+    chip = loaded.target(target)
+    spaces = [enumerate_space(loaded, name, chip) for name in layout or loaded.layouts]
+    if json:
+        write_json({"target": target, "spaces": spaces})
+        return
+    write_table(["layout", "feasible", "rejected", "of"],
+                [(item.layout_name, len(item.candidates), item.total - len(item.candidates), item.total)
+                 for item in spaces], title=f"{loaded.label} on {target}")  # fmt: skip
+    rules: Counter[str] = Counter()
+    for item in spaces:
+        rules.update(item.rejected)
+    typer.echo("")
+    write_table(["rule that rejects, first one broken", "combinations"], rules.most_common())
+
+
+def _open(db: str | None) -> TuningDatabase:
+    from kgen.db import TuningDatabase
+
+    return TuningDatabase.open(database_url(db), read_only=True)
+
+
+def _trial_row(record: TrialRecord) -> Sequence[object]:
+    numbers = ["-" if value is None else value for value in (record.registers, record.shared_bytes)]
+    return (record.created_at, record.target, record.layout_name, record.source_name, record.status,
+            record.evidence, *numbers, record.reason.partition("\n")[0] or "-")  # fmt: skip
+
+
+def print_winners(found: Sequence[Winner], axes: Sequence[str], label: Callable[[Winner], str]) -> None:
+    """The table of winners that `kgen tune` ends in."""
+    rows = [
+        (
+            winner.layout_name,
+            *(winner.point[axis] for axis in axes),
+            label(winner),
+            f"{winner.time_us:.1f}",
+            winner.evidence,
+            winner.checked_on or "no",
+        )
+        for winner in found
+    ]
+    write_table(["layout", *axes, "variant", "time (us)", "evidence", "checked on"], rows)

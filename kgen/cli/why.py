@@ -1,0 +1,124 @@
+"""``kgen why``: one dispatch decision, in full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kgen.cli.console import JsonFlag, write_json, write_table
+from kgen.cli.options import (
+    DEFAULT_SPEC,
+    DEFAULT_TARGET,
+    AtFlag,
+    BatchFlag,
+    LayoutFlag,
+    NodesFlag,
+    PrefixFlag,
+    SpecFlag,
+    database_url,
+    full_point,
+    load,
+    shipped_pack,
+)
+
+if TYPE_CHECKING:
+    from kgen.runtime.dispatch import Explanation
+    from kgen.runtime.pack_reader import Pack
+
+MATCHES = {
+    "exact": "the point was tuned",
+    "bucket": "the nearest tuned point speaks for it",
+    "default": "no tuned point speaks for it: the default variant runs",
+}
+
+
+def why(
+    layout: LayoutFlag = "h8_p1",
+    batch: BatchFlag = None,
+    nodes: NodesFlag = None,
+    prefix: PrefixFlag = None,
+    at: AtFlag = None,
+    target: Annotated[
+        str, typer.Option("--target", metavar="NAME", help="Target whose table is asked.")
+    ] = DEFAULT_TARGET,
+    pack: Annotated[
+        Path | None, typer.Option("--pack", metavar="DIR", help="Pack to ask. Default: the one that kgen ships.")
+    ] = None,
+    db: Annotated[
+        str | None, typer.Option("--db", metavar="URL", help="Ask a tuning database instead of a pack.")
+    ] = None,
+    spec: SpecFlag = DEFAULT_SPEC,
+    json: JsonFlag = False,
+) -> None:
+    """Explain which kernel a call gets, and why.
+
+    Match, evidence, distance of each axis, and the tuned points nearby with their winners.
+
+    \b
+    Examples:
+      kgen why --layout h8_p1 --batch 4 --nodes 16 --prefix 16384
+      kgen why --layout h16_p64 --at batch=1 --at nodes=64 --at prefix=5000 --target sm_90 --json
+      kgen why --layout h8_p1 --batch 1 --nodes 8 --prefix 4096 --db tuning_db/tuning.sqlite
+
+    The decision goes to stdout. Nothing is launched.
+    """
+    from kgen.runtime.dispatch import Dispatcher
+
+    asked = _pack_of(pack, db, spec, target)
+    table = Dispatcher(asked.manifest.targets, asked.manifest.dispatch, asked.where).table(target, layout)
+    point = full_point(table.axes, {"batch": batch, "nodes": nodes, "prefix": prefix}, at or [])
+    explanation = table.explain(point)
+    variant = asked.manifest.variants[explanation.match.variant]
+    if json:
+        write_json({"asked": point, "pack": asked.where, **explanation.to_json(), "candidate": variant.candidate,
+                    "source": variant.source})  # fmt: skip
+        return
+    _print_decision(asked, explanation, point)
+    _print_considered(explanation)
+
+
+def _print_decision(pack: Pack, explanation: Explanation, point: Mapping[str, int]) -> None:
+    match = explanation.match
+    variant = pack.manifest.variants[match.variant]
+    typer.echo(f"pack       {pack.where}")
+    typer.echo(f"asked      {explanation.layout} on {explanation.target} ({explanation.arch}), {_values(point)}")
+    typer.echo(f"variant    {match.variant}")
+    typer.echo(f"source     {variant.source}")
+    typer.echo(f"candidate  {_values(variant.candidate)}")
+    typer.echo(f"match      {match.how}: {MATCHES[match.how]}" + (f" ({match.reason})" if match.reason else ""))
+    typer.echo(f"evidence   {match.evidence or 'none: the default is not chosen by time'}")
+    for axis in explanation.axes:
+        tuned = "nothing tuned" if axis.tuned is None else f"tuned {axis.tuned}"
+        apart = "" if axis.log2_distance is None else f", {axis.log2_distance:.2f} doublings apart"
+        typer.echo(
+            f"axis       {axis.axis}: asked {axis.asked}, {tuned}{apart}{'' if axis.in_reach else ', out of reach'}"
+        )
+
+
+def _print_considered(explanation: Explanation, most: int = 8) -> None:
+    typer.echo("")
+    rows = [
+        (_values(item.point), "-" if item.distance is None else f"{item.distance:.2f}", item.variant,
+         f"{item.time_us:.1f}", item.evidence, ", ".join(item.tie) or "-")
+        for item in explanation.considered[:most]
+    ]  # fmt: skip
+    columns = ["tuned point", "doublings apart", "winner", "time (us)", "evidence", "ties with"]
+    write_table(columns, rows, title=f"nearest {len(rows)} of {len(explanation.considered)} tuned points")
+
+
+def _values(values: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _pack_of(path: Path | None, db: str | None, spec: str, target: str) -> Pack:
+    """The pack in a folder, or one assembled from a database."""
+    from kgen.runtime.pack_reader import load_pack
+
+    if db is None:
+        return load_pack(path or shipped_pack(load(spec).family.name))
+    from kgen.pack import pack_from_database
+
+    return pack_from_database(load(spec), database_url(db), [target])
