@@ -215,7 +215,7 @@ class VerifyMla(Family):
 
     def label(self, candidate: Candidate) -> str:
         if not _is_flash(candidate):
-            return f"oracle_w{candidate['warps']}"
+            return "oracle"
         return (
             "flash_m{tile_m}_n{tile_n}_s{stages}_w{warps}_g{row_groups}_k{k_split}_{gather}_{refill}_b{blocks_per_sm}"
         ).format_map(candidate)
@@ -223,7 +223,7 @@ class VerifyMla(Family):
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
         shared = {name: layout[name] for name in self.layout_constants} | {"algorithm": candidate["algorithm"]}
         if not _is_flash(candidate):
-            return shared | {"warps": candidate["warps"], "shared_bytes": self._oracle_shared_bytes(candidate)}
+            return shared
         tiling = Tiling(candidate, layout)
         # split_waves is decided on the host: it is no part of the source, so its values share one cubin.
         compiled = {name: value for name, value in candidate.items() if name != "split_waves"}
@@ -235,14 +235,9 @@ class VerifyMla(Family):
             "shared_bytes": tiling.shared_bytes,
         } | {f"{name}_offset": at for name, at in tiling.offsets.items() if name != "total"}  # fmt: skip
 
-    @staticmethod
-    def _oracle_shared_bytes(candidate: Candidate) -> int:
-        return integer(candidate, "warps") * 4
-
     def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
         if not _is_flash(candidate):
-            threads = integer(candidate, "warps") * 32
-            return (Kernel("verify_mla_oracle", threads, self._oracle_shared_bytes(candidate)),)
+            return (Kernel("verify_mla_oracle", 32, 0),)
         tiling = Tiling(candidate, layout)
         return (
             Kernel("verify_mla_flash", tiling.threads, tiling.shared_bytes),
@@ -388,7 +383,7 @@ class VerifyMla(Family):
         blocks = math.prod(main.grid)
         if not _is_flash(candidate):
             row_bytes = 2.0 * (integer(layout, "latent") + integer(layout, "rope"))
-            return (LaunchDemand(main.entry, blocks, keys, 0.0, row_bytes, row_bytes, 3.0, row_bytes, work.bytes),)
+            return (LaunchDemand(main.entry, blocks, keys, 0.0, row_bytes, row_bytes, 1.0, row_bytes, work.bytes),)
         tiling = Tiling(candidate, layout)
         tiles = -(-keys // tiling.tile_n)
         flash = LaunchDemand(

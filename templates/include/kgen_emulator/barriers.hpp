@@ -69,11 +69,9 @@ inline void Machine::init_mbarrier(uint32_t address, int arrivals, Location wher
     fault("mbarrier_misuse", where, "use fewer mbarriers", "more mbarriers than the emulator models", "%d are in use",
           Clocks::kMaxMbarriers);
   touch_shared(offset, 8, true, where);
-  const int index = static_cast<int>(mbarriers.size());
   const int32_t epoch = clocks.epoch(thread);
   shadow.relabel(offset, 8, thread, epoch, clocks.object_party(), INT32_MAX);
   mbarriers.push_back(Mbarrier{offset, arrivals, arrivals, 0, 0, 0, 0, thread, epoch, false, where});
-  (void)index;
 }
 
 inline void Machine::fence_mbarrier_init() {
@@ -104,7 +102,7 @@ inline void Machine::take_arrival(Mbarrier& barrier, const char* primitive, Loca
   if (barrier.pending == 0)
     fault("mbarrier_misuse", where, "compare mbarrier_init's count with the arrivals of one phase",
           "an mbarrier got more arrivals than it expects",
-          "%s at shared address %u: phase %d has all %d arrivals and lacks %lld bytes", primitive,
+          "%s at shared address %u: phase %d has all %d arrivals and %lld bytes to come", primitive,
           barrier.offset + kSharedBase, barrier.phase, barrier.expected, static_cast<long long>(barrier.transactions));
   --barrier.pending;
 }

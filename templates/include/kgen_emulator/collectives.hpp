@@ -47,17 +47,16 @@ inline uint32_t bits_of_float(float value) {
 // matrix; with .trans, of column l/4.
 inline void execute_ldmatrix(Machine& m, bool transpose, Location where) {
   const Warp& warp = m.warp();
-  const int self = m.thread;
   uint16_t rows[kWarp][8];
   for (int l = 0; l < kWarp; ++l) {
-    m.thread = self / kWarp * kWarp + l;  // a row is read by the lane that gives its address
+    m.acting_lane = l;  // a row is read by the lane that gives its address
     const uint32_t address = static_cast<const LdmatrixOperand*>(warp.operands[l])->address;
     const uint32_t offset = m.shared_offset(address, 16, "ldmatrix row", where);
     m.check_shared_range(offset, 16, 16, "ldmatrix row", where);
     m.touch_shared(offset, 16, false, where);
     std::memcpy(rows[l], m.shared + offset, 16);
   }
-  m.thread = self;
+  m.acting_lane = -1;
   for (int l = 0; l < kWarp; ++l) {
     uint32_t* registers = static_cast<const LdmatrixOperand*>(warp.operands[l])->registers;
     for (int i = 0; i < 4; ++i) {

@@ -39,7 +39,7 @@ class Random {
   uint64_t state_;
 };
 
-enum class Wait : uint8_t { kNone, kCollective, kNamedBarrier, kMbarrier, kExited };
+enum class Wait : uint8_t { kNone, kCollective, kNamedBarrier, kMbarrier, kUnwritten, kExited };
 
 struct Thread {
   Wait wait;
@@ -133,9 +133,10 @@ class Machine {
   void release();
 
   int lane() const { return thread % kWarp; }
+  // Whose access it is: the running thread, or the lane that it works for in a collective.
+  int actor() const { return acting_lane < 0 ? thread : thread / kWarp * kWarp + acting_lane; }
   Warp& warp() { return warps[static_cast<size_t>(thread / kWarp)]; }
   int warp_count() const { return launch.threads / kWarp; }
-  bool in_fiber() const { return in_fiber_; }
 
   // barriers.hpp
   void named_barrier(int id, int count, const char* primitive, Location where);
@@ -163,6 +164,8 @@ class Machine {
   void check_shared_range(uint32_t offset, uint32_t bytes, uint32_t alignment, const char* what, Location where);
   void touch_shared(uint32_t offset, uint32_t bytes, bool write, Location where);
   void touch_shared_as(uint32_t offset, uint32_t bytes, Access access, bool lands, const char* what, Location where);
+  [[noreturn]] void suspend_reader(uint32_t offset, uint32_t bytes, uint32_t at, Location where);
+  [[noreturn]] void report_conflict(uint32_t at, Access other, const char* what, Location where);
   void declare_array(uint32_t begin, uint32_t end);
   uint32_t shared_offset(uint32_t address, uint32_t bytes, const char* what, Location where);
 
@@ -182,8 +185,10 @@ class Machine {
   std::unique_ptr<unsigned char[]> shared_storage;
   unsigned char* shared = nullptr;  // 128-byte aligned
   int block[3] = {0, 0, 0};
-  int thread = 0;  // the running one
+  int thread = 0;        // the running one
+  int acting_lane = -1;  // see actor()
   int live_threads = 0;
+  bool suspended = false;  // the report holds an unwritten read, and the others may yet show who should write
 
  private:
   static void fiber_main();
@@ -192,7 +197,7 @@ class Machine {
   void resume_some_warp();
   void exit_thread();
   size_t take_lane(Warp& from, int index);
-  [[noreturn]] void report_deadlock();
+  [[noreturn]] void report_stuck();
   [[noreturn]] void report_divergence(const char* primitive, Location where);
   void describe_wait(const Thread& thread);
   void describe_lanes(int warp_index);

@@ -94,7 +94,7 @@ inline void Machine::check_shared_range(uint32_t offset, uint32_t bytes, uint32_
 
 inline void Machine::touch_shared(uint32_t offset, uint32_t bytes, bool write, Location where) {
   count_access(where);
-  touch_shared_as(offset, bytes, Access::make(clocks.epoch(thread), thread, write, locations.id(where)), true,
+  touch_shared_as(offset, bytes, Access::make(clocks.epoch(actor()), actor(), write, locations.id(where)), true,
                   write ? "is written" : "is read", where);
 }
 
@@ -102,12 +102,28 @@ inline void Machine::touch_shared_as(uint32_t offset, uint32_t bytes, Access acc
                                      Location where) {
   Access other;
   uint32_t at;
-  const AccessResult result = shadow.touch(offset, bytes, access, lands, clocks.row(thread), &other, &at);
+  const AccessResult result = shadow.touch(offset, bytes, access, lands, clocks.row(actor()), &other, &at);
   if (result == AccessResult::kFine) return;
-  if (result == AccessResult::kUnwritten)
-    fault("unwritten_shared_read", where, "write it first, and check the range that the kernel fills",
-          "read of shared memory that nothing wrote", "%u bytes at shared byte offset %u; byte %u was never written",
-          bytes, offset, at);
+  if (result == AccessResult::kUnwritten) suspend_reader(offset, bytes, at, where);
+  report_conflict(at, other, what, where);
+}
+
+// The report holds the unwritten read from now on, and this thread stays here. The others go on: if one writes
+// those bytes, that race is the better report.
+inline void Machine::suspend_reader(uint32_t offset, uint32_t bytes, uint32_t at, Location where) {
+  if (!suspended) {
+    begin_report("unwritten_shared_read", where, actor(), "write it first, and check the range that the kernel fills",
+                 "read of shared memory that nothing wrote");
+    report.add_seen("%u bytes at shared byte offset %u; byte %u was never written", bytes, offset, at);
+    suspended = true;
+  }
+  acting_lane = -1;
+  for (;;) park(Wait::kUnwritten, "", where);
+}
+
+inline void Machine::report_conflict(uint32_t at, Access other, const char* what, Location where) {
+  if (other.party() < launch.threads && threads[static_cast<size_t>(other.party())].wait == Wait::kUnwritten)
+    suspended = false;
   const Location there = locations[other.location()];
   if (other.party() == clocks.object_party())
     fault("mbarrier_misuse", where, "keep mbarriers apart from data", "an mbarrier is accessed as data",

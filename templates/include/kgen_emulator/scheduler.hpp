@@ -1,6 +1,8 @@
 // Machine: running blocks, choosing threads, meeting points of a warp, and the reports on who waits where.
 #pragma once
 
+#include <algorithm>
+
 #include "machine.hpp"
 
 namespace kgen {
@@ -65,6 +67,7 @@ inline void Machine::reset_block() {
   shadow.reset();
   std::memset(shared, 0xff, static_cast<size_t>(launch.shared_bytes));
   live_threads = launch.threads;
+  suspended = false;
   ready_warps_ = warp_count() == 32 ? kFullMask : (1u << warp_count()) - 1;
 }
 
@@ -76,7 +79,7 @@ inline void Machine::run_block() {
     if (ready_warps_ != 0)
       resume_some_warp();
     else if (!land_for_a_waiter())
-      report_deadlock();
+      report_stuck();
   }
   check_nothing_in_flight();
 }
@@ -185,7 +188,8 @@ inline void Machine::begin_report(const char* kind, Location where, int who, con
 
 inline void Machine::fault(const char* kind, Location where, const char* remedy, const char* wrong, const char* seen,
                            ...) {
-  begin_report(kind, where, in_fiber_ ? thread : -1, remedy, wrong);
+  if (suspended) stop();  // came of an earlier fault, which the report holds already
+  begin_report(kind, where, in_fiber_ ? actor() : -1, remedy, wrong);
   const size_t used = std::strlen(report.seen);
   va_list arguments;
   va_start(arguments, seen);
@@ -200,23 +204,26 @@ inline void Machine::describe_wait(const Thread& who) {
       report.add_seen("exited");
       return;
     case Wait::kNone:
-      report.add_seen("can run");
+      report.add_seen("not there yet");
       return;
+    case Wait::kUnwritten:
+      report.add_seen("stopped at an unwritten read");
+      break;
     case Wait::kCollective:
-      report.add_seen("wait in %s for the rest of their warp", who.primitive);
+      report.add_seen("in %s, waiting for the rest of the warp", who.primitive);
       break;
     case Wait::kNamedBarrier: {
       const NamedBarrier& barrier = named[who.object];
-      report.add_seen("wait in %s (barrier %d): %d of %d threads arrived", who.primitive, who.object, barrier.arrived,
+      report.add_seen("in %s (barrier %d): %d of %d threads arrived", who.primitive, who.object, barrier.arrived,
                       who.object == 0 ? live_threads : barrier.expected);
       break;
     }
     case Wait::kMbarrier: {
       const Mbarrier& barrier = mbarriers[static_cast<size_t>(who.object)];
-      report.add_seen("wait in mbarrier_wait (shared address %u, parity %d): phase %d has %d of %d arrivals and lacks "
-                      "%lld bytes",
+      report.add_seen("in mbarrier_wait (shared address %u, parity %d): phase %d has %d of %d arrivals and %lld %s",
                       barrier.offset + kSharedBase, who.parity, barrier.phase, barrier.expected - barrier.pending,
-                      barrier.expected, static_cast<long long>(barrier.transactions));
+                      barrier.expected, std::llabs(barrier.transactions),
+                      barrier.transactions < 0 ? "bytes too many" : "bytes to come");
       break;
     }
   }
@@ -228,7 +235,8 @@ inline bool same_wait(const Thread& a, const Thread& b) {
                               (a.object == b.object && a.parity == b.parity && a.where == b.where));
 }
 
-inline void Machine::report_deadlock() {
+inline void Machine::report_stuck() {
+  if (suspended) stop();  // the others cannot help: that read is the fault
   int first = 0;  // the report's line: who waits at the rarest kind of place, an mbarrier before the rest
   for (int t = launch.threads - 1; t >= 0; --t)
     if (threads[static_cast<size_t>(t)].wait != Wait::kExited &&
@@ -241,7 +249,9 @@ inline void Machine::report_deadlock() {
   const char* separator = "";
   for (size_t t = 0; t < threads.size(); ++t) {
     if (told[t]) continue;
-    report.add_seen("%sthreads", separator);
+    const bool alone = std::none_of(threads.begin() + static_cast<ptrdiff_t>(t) + 1, threads.end(),
+                                    [&](const Thread& other) { return same_wait(other, threads[t]); });
+    report.add_seen(alone ? "%sthread" : "%sthreads", separator);
     separator = "; ";
     for (size_t begin = t; begin < threads.size(); ++begin) {
       if (told[begin] || !same_wait(threads[begin], threads[t])) continue;
@@ -250,7 +260,7 @@ inline void Machine::report_deadlock() {
       report.add_seen(" %zu", begin);
       if (end - begin > 1) report.add_seen("-%zu", end - 1);
     }
-    report.add_seen(" ");
+    report.add_seen(": ");
     describe_wait(threads[t]);
   }
   std::vector<bool>().swap(told);  // stop() runs no destructor
@@ -276,6 +286,7 @@ inline void Machine::describe_lanes(int warp_index) {
 }
 
 inline void Machine::report_divergence(const char* primitive, Location where) {
+  if (suspended) stop();
   begin_report("divergent_collective", where, thread, "let all 32 lanes of the warp reach the same call",
                "a warp collective was not reached by all 32 lanes");
   if (threads[static_cast<size_t>(thread)].wait == Wait::kExited)
