@@ -75,7 +75,7 @@ def make_engine(location: Location, *, mode: str) -> Engine:
     """An engine whose transactions start where SQLAlchemy says.
 
     ``mode`` is ``rwc`` (may create the file), ``rw``, ``query`` (changes no data) or ``immutable`` (reads the file
-    alone). Every commit is synced to disk (``synchronous=FULL``): a trial costs far more than a sync, and so a power cut
+    alone). Every commit is synced to disk (``synchronous=FULL``): a trial costs far more than a sync, so a power cut
     loses no more than a killed process does.
     """
     query_only = mode in ("query", "immutable")
