@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kgen.pack.emit import EmitReport, emit, pack_from_database
+from kgen.pack.emit import EmitReport, emit, freeze, pack_from_database, select
 from kgen.pack.verify import VerifyReport, stale_reasons, verify_pack
 from kgen.pack.writer import write_pack
 
@@ -10,7 +10,9 @@ __all__ = [
     "EmitReport",
     "VerifyReport",
     "emit",
+    "freeze",
     "pack_from_database",
+    "select",
     "stale_reasons",
     "verify_pack",
     "write_pack",

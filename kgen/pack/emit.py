@@ -76,16 +76,17 @@ def emit(
     """
     names = tuple(layouts or spec.layouts)
     selection = select(spec, db, targets, names)
-    built = _build(selection, toolchain, cache_dir, jobs)
-    proven_now = _prove(selection, toolchain, cache_dir, on_proof)
-    pack = assemble(selection, built, toolchain)
+    pack, proven_now = freeze(selection, toolchain, cache_dir, jobs, on_proof)
     write_pack(out, pack)
     tables = selection.tables
     return EmitReport(
         out=out,
         targets=tuple(targets),
         layouts=names,
-        sources_by_arch={arch: len(results) for arch, results in built.items()},
+        sources_by_arch={
+            arch: sum(arch in source.cubins for source in pack.manifest.sources.values())
+            for arch in pack.manifest.archs
+        },
         variants=len(selection.variants),
         proven_now=tuple(proven_now),
         untuned=tuple(f"{t} {name}" for t in tables for name, table in tables[t].items() if not table.buckets),
@@ -108,8 +109,16 @@ def pack_from_database(spec: Spec, url: str, targets: Sequence[str], layouts: Se
     return Pack(_manifest(selection, {}, {}), {}, url)
 
 
-def assemble(selection: Selection, built: dict[str, dict[str, BuildResult]], toolchain: Toolchain) -> Pack:
-    """The pack in memory. ``built`` is arch -> source name -> result."""
+def freeze(
+    selection: Selection, toolchain: Toolchain, cache_dir: Path, jobs: int, on_proof: OnProof | None = None
+) -> tuple[Pack, list[str]]:
+    """The selection as a pack in memory, complete and ready to prepare; and what had to be proven for it."""
+    built = _build(selection, toolchain, cache_dir, jobs)
+    proven_now = _prove(selection, toolchain, cache_dir, on_proof)
+    return _assemble(selection, built, toolchain), proven_now
+
+
+def _assemble(selection: Selection, built: dict[str, dict[str, BuildResult]], toolchain: Toolchain) -> Pack:
     files = {source_path(variant.source.name): variant.source.text.encode() for variant in selection.variants.values()}
     for arch, results in built.items():
         for name, result in results.items():

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kgen.build import build
+from kgen.db import TuningDatabase
 from kgen.errors import KgenError, PackError
 from kgen.family import find_family
-from kgen.pack.emit import COMPILE_LIMIT_S
+from kgen.pack.emit import COMPILE_LIMIT_S, select
 from kgen.pack.writer import foreign_files
 from kgen.render import Source, render
 from kgen.resources import find_spec
 from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.manifest import Value
 from kgen.runtime.pack_reader import Pack, load_pack
-from kgen.spec import load_spec
+from kgen.spec import Spec, load_spec
 from kgen.toolchain import Toolchain
 
 
@@ -73,20 +74,43 @@ def verify_pack(
         answers=answers,
         rebuilt=rebuilt,
         problems=tuple(problems),
-        stale=tuple(stale_reasons(pack)),
+        stale=tuple(_stale_reasons(pack, None)),
         not_rebuilt=tuple(not_rebuilt),
     )
 
 
-def stale_reasons(pack: Pack) -> list[str]:
-    """How the pack differs from what today's spec and templates make: empty if it does not. One line each."""
-    manifest, reasons = pack.manifest, []
+def stale_reasons(path: Path, db: TuningDatabase | None = None) -> list[str]:
+    """How a pack differs from what today's spec, templates and tuning database (if given) make, one line each.
+
+    Empty if the pack is up to date. Raises PackError if it is damaged.
+    """
+    return _stale_reasons(load_pack(path), db)
+
+
+def _stale_reasons(pack: Pack, db: TuningDatabase | None) -> list[str]:
     try:
-        family = find_family(manifest.family, "manifest.json")
-        if load_spec(find_spec(manifest.spec.name)).sha256 != manifest.spec.sha256:
-            reasons.append(f"spec {manifest.spec.name} has changed")
+        spec = load_spec(find_spec(pack.manifest.spec.name))
+        reasons = _stale_sources(pack)
+        if spec.sha256 != pack.manifest.spec.sha256:
+            reasons.append(f"spec {pack.manifest.spec.name} has changed")
+        if db is not None:
+            reasons += _stale_tables(pack, spec, db)
     except KgenError as error:
         return [str(error)]
+    return reasons
+
+
+def _stale_tables(pack: Pack, spec: Spec, db: TuningDatabase) -> list[str]:
+    reasons = []
+    for target, tables in pack.manifest.dispatch.items():
+        today = select(spec, db, [target], list(tables)).tables[target]
+        reasons += [f"winners of {target} {name} have changed" for name in tables if tables[name] != today[name]]
+    return reasons
+
+
+def _stale_sources(pack: Pack) -> list[str]:
+    manifest, reasons = pack.manifest, []
+    family = find_family(manifest.family, "manifest.json")
     layouts = {name: table.layout for tables in manifest.dispatch.values() for name, table in tables.items()}
     for name, variant in manifest.variants.items():
         layout: Mapping[str, Value] = layouts[next(iter(variant.proofs))]

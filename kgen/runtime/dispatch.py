@@ -22,6 +22,9 @@ from kgen.runtime.manifest import PackedBucket, PackedLayout, PackedTarget, Valu
 REACH = 4
 """A tuned point speaks for values up to this factor away from it, on every axis."""
 
+MEMO_ENTRIES = 4096
+"""Answers that a table remembers; it starts over when they are used up."""
+
 How = Literal["exact", "bucket", "default"]
 Values = tuple[int, ...]
 
@@ -92,12 +95,13 @@ class _Cell:
 
 
 class Table:
-    """The dispatch table of one target and head layout. ``counts`` counts answers by ``how`` and ``how:reason``."""
+    """The dispatch table of one target and head layout."""
 
     def __init__(self, target: str, arch: str, layout_name: str, packed: PackedLayout) -> None:
         self.target, self.arch, self.layout_name, self.packed = target, arch, layout_name, packed
         self.axes: tuple[str, ...] = tuple(packed.axes)
-        self.counts: Counter[str] = Counter()
+        self._tallies: dict[tuple[str, str], list[int]] = {}
+        self._memo: dict[Values, tuple[Match, list[int]]] = {}
         self._grid = tuple(packed.axes[axis] for axis in self.axes)
         self._thresholds = tuple(_thresholds(values) for values in self._grid)
         self._defaults = tuple(Match(packed.default, "default", {}, "", axis) for axis in self.axes)
@@ -106,25 +110,29 @@ class Table:
 
     def match(self, values: Values) -> Match:
         """The variant for one value of each axis, in the order of ``axes``."""
-        cell = self._cells.get(tuple(map(bisect_right, self._thresholds, values)))
-        if cell is None:
-            found = self._untuned
-        elif cell.point == values:
-            found = cell.exact
-        else:
-            found = cell.bucket
-            for index, value in enumerate(values):
-                if not cell.low[index] <= value <= cell.high[index]:
-                    found = self._defaults[index]
-                    break
-        self.counts[found.how] += 1
-        if found.reason:
-            self.counts[f"{found.how}:{found.reason}"] += 1
-        return found
+        known = self._memo.get(values)
+        if known is None:
+            found = self._search(values)
+            known = found, self._tallies.setdefault((found.how, found.reason), [0])
+            if len(self._memo) >= MEMO_ENTRIES:
+                self._memo.clear()
+            self._memo[values] = known
+        known[1][0] += 1
+        return known[0]
 
     def lookup(self, point: Mapping[str, int]) -> Match:
         """`match` by axis name; KeyError names an axis that is missing."""
         return self.match(tuple([point[axis] for axis in self.axes]))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many answers there were, by ``how``, and for a default by ``default:reason``."""
+        counts: Counter[str] = Counter()
+        for (how, reason), (count,) in self._tallies.items():
+            counts[how] += count
+            if reason:
+                counts[f"{how}:{reason}"] += count
+        return dict(counts)
 
     def reachable(self, capacity: Mapping[str, int]) -> tuple[str, ...]:
         """Every variant that some call within ``capacity`` (the largest value of each axis) can get; default first."""
@@ -137,11 +145,9 @@ class Table:
 
     def explain(self, point: Mapping[str, int]) -> Explanation:
         """The facts behind `lookup`; not counted, and not fast."""
-        values = tuple(point[axis] for axis in self.axes)
-        counts, self.counts = self.counts, Counter()
-        match = self.match(values)
-        self.counts = counts
-        cell = self._cells.get(tuple(map(bisect_right, self._thresholds, values)))
+        values = self._values(point)
+        match = self._search(values)
+        cell = self._cell_of(values)
         axes = []
         for index, axis in enumerate(self.axes):
             tuned = cell.point[index] if cell else None
@@ -152,6 +158,20 @@ class Table:
         return Explanation(
             self.target, self.arch, self.layout_name, match, tuple(axes), tuple(considered), self.packed.default
         )
+
+    def _cell_of(self, values: Values) -> _Cell | None:
+        return self._cells.get(tuple(map(bisect_right, self._thresholds, values)))
+
+    def _search(self, values: Values) -> Match:
+        cell = self._cell_of(values)
+        if cell is None:
+            return self._untuned
+        if cell.point == values:
+            return cell.exact
+        for index, value in enumerate(values):
+            if not cell.low[index] <= value <= cell.high[index]:
+                return self._defaults[index]
+        return cell.bucket
 
     def _build_cells(self, buckets: Sequence[PackedBucket]) -> dict[Values, _Cell]:
         """A cell for every combination of axis values; one without a tuned point of its own takes the nearest."""
@@ -195,13 +215,16 @@ class Dispatcher:
         self._tables: dict[tuple[str, str], Table] = {}
         self.misses: Counter[str] = Counter()
 
-    def target(self, capability: tuple[int, int], sms: int = 0) -> str:
+    def target(self, capability: tuple[int, int], sms: int = 0, named: str | None = None) -> str:
         """The target whose cubins a device runs: the one of the closest arch, then of the closest SM count.
 
         A cubin runs on its own and on higher minor versions of the same major one; those of ``sm_120a`` kind on their
-        own only, those of ``sm_120f`` kind as plain ones. Raises ForeignArchError that lists what the pack has.
+        own only, those of ``sm_120f`` kind as plain ones. ``named`` is the only target to consider, where given.
+        Raises ForeignArchError that lists what the pack has.
         """
-        fitting = [name for name in self._dispatch if runs_on(self._targets[name].arch, capability)]
+        fitting = [
+            name for name in self._dispatch if name == (named or name) and runs_on(self._targets[name].arch, capability)
+        ]
         if not fitting:
             self.misses["foreign_arch"] += 1
             has = ", ".join(sorted({self._targets[name].arch for name in self._dispatch})) or "nothing"
@@ -218,8 +241,12 @@ class Dispatcher:
     def table(self, target: str, layout: Mapping[str, Value] | str) -> Table:
         """The table of a target and a layout: its name, or fields that only it has.
 
-        Raises LayoutMissingError that lists the layouts of the target.
+        Raises LayoutMissingError that lists the layouts of the target, ForeignArchError if there is no such target.
         """
+        if target not in self._dispatch:
+            self.misses["foreign_arch"] += 1
+            remedy = f"it has {', '.join(sorted(self._dispatch)) or 'none'}"
+            raise ForeignArchError(self._where, "no such target", seen=repr(target), remedy=remedy)
         layouts = self._dispatch[target]
         if isinstance(layout, str):
             names = [name for name in layouts if name == layout]

@@ -169,7 +169,7 @@ def prepare(
     elif on.type == "cuda":
         on = torch.empty(1, device=on).device  # has an index, and lets torch make the primary context
         backend = CudaBackend(on.index, params_bytes)
-        chosen = target or dispatcher.target(backend.capability, backend.sms)
+        chosen = dispatcher.target(backend.capability, backend.sms, target)
     else:
         raise InputError("device", "must be cpu or cuda", seen=str(on))
     table = dispatcher.table(chosen, layout)
