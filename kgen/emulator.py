@@ -12,7 +12,7 @@ The emulator proves results and finds faults. It is never a source of timings.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -56,7 +56,7 @@ DEFAULT_MAX_STEPS: Final = 30_000_000
 _LAUNCH_VERSION: Final = 1
 
 
-class EmulatorFault(EmulatorError):
+class EmulatorFault(EmulatorError):  # noqa: N818 - a fault is what the kernel did, the error is ours
     """A kernel did something wrong. ``kind`` is one of ``FAULT_KINDS``; ``source_line`` is ``file:line``.
 
     ``block`` is (x, y, z); ``thread`` is the index in the block, or None when no single thread is at fault.
@@ -145,9 +145,8 @@ class EmulatedModule:
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
-            raise EmulatorError(
-                str(path), "the compiled kernel cannot be loaded", seen=str(error), remedy="build it again on this machine"
-            ) from error
+            wrong, remedy = "the compiled kernel cannot be loaded", "build it again on this machine"
+            raise EmulatorError(str(path), wrong, seen=str(error), remedy=remedy) from error
 
     def launch(
         self,
@@ -171,17 +170,8 @@ class EmulatedModule:
 
         Raises ``EmulatorFault`` at the first fault, and ``InputError`` when the module has no such entry.
         """
-        try:
-            function = self._library[f"{entry}_emulate"]
-        except AttributeError as error:
-            raise InputError(str(self.path), f"no kernel named '{entry}'", remedy="name an entry of the source") from error
-        for buffer in buffers:
-            if buffer.written is not None and len(buffer.written) != buffer.size_bytes:
-                raise InputError(
-                    f"buffer '{buffer.name}'",
-                    "its written map does not have one byte a byte",
-                    seen=f"{len(buffer.written)} for {buffer.size_bytes} bytes",
-                )
+        function = self._entry(entry)
+        _check_written_maps(buffers)
         spans = (_BufferSpan * max(len(buffers), 1))(*(_span(buffer) for buffer in buffers))
         aligned = _aligned_copy(params)
         late = copies == "late" or (copies == "seeded" and seed % 2 == 0)
@@ -203,8 +193,24 @@ class EmulatedModule:
         if status == 1:
             raise _fault(report)
         if status != 0:
-            raise EmulatorError(
-                str(self.path), "compiled for another version of the emulator", remedy="build it again with this kgen"
+            where, wrong = str(self.path), "compiled for another version of the emulator"
+            raise EmulatorError(where, wrong, remedy="build it again with this kgen")
+
+    def _entry(self, name: str) -> Callable[..., int]:
+        try:
+            return self._library[f"{name}_emulate"]
+        except AttributeError as error:
+            wrong = f"no kernel named '{name}'"
+            raise InputError(str(self.path), wrong, remedy="name an entry of the source") from error
+
+
+def _check_written_maps(buffers: Sequence[Buffer]) -> None:
+    for buffer in buffers:
+        if buffer.written is not None and len(buffer.written) != buffer.size_bytes:
+            raise InputError(
+                f"buffer '{buffer.name}'",
+                "its written map does not have one byte a byte",
+                seen=f"{len(buffer.written)} for {buffer.size_bytes} bytes",
             )
 
 

@@ -1,0 +1,109 @@
+// Kernels whose results are compared with numpy.
+#include <kgen/primitives.cuh>
+
+using namespace kgen;
+
+struct ProductParams {
+  Global<const bf16> a;  // [16, depth] row major
+  Global<const bf16> b;  // [8, depth] row major, or [depth, 8] for the transposed load
+  Global<float> d;       // [16, 8]
+  int depth;
+  int unused;
+};
+
+template <bool kTranspose>
+KGEN_DEVICE void product(const ProductParams& params) {
+  const Shared<bf16> a = shared_array<bf16>(0, 16 * 16);
+  const Shared<bf16> b = shared_array<bf16>(512, 32 * 8);  // the second half is padding of the x4 load
+  const int lane = thread_index();
+  float d[4] = {0, 0, 0, 0};
+  for (int k = 0; k < params.depth; k += 16) {
+    for (int i = lane; i < 256; i += 32) a.store(i, params.a.load(i / 16 * params.depth + k + i % 16));
+    for (int i = lane; i < 128; i += 32) {
+      b.store(i, kTranspose ? params.b.load((k + i / 8) * 8 + i % 8) : params.b.load(i / 16 * params.depth + k + i % 16));
+      b.store(128 + i, bf16{0});
+    }
+    warp_sync();
+    uint32_t fa[4], fb[4];
+    ldmatrix_x4(fa, a.address(lane % 16 * 16 + lane / 16 * 8));
+    if (kTranspose)
+      ldmatrix_x4_trans(fb, b.address(lane * 8));
+    else
+      ldmatrix_x4(fb, b.address((lane / 16) * 128 + lane % 8 * 16 + lane / 8 % 2 * 8));
+    mma_bf16_16x8x16(d, fa, fb[0], fb[1]);
+    warp_sync();
+  }
+  const int row = lane / 4, column = lane % 4 * 2;
+  params.d.store_as(row * 8 + column, float2v{d[0], d[1]});
+  params.d.store_as((row + 8) * 8 + column, float2v{d[2], d[3]});
+}
+KGEN_KERNEL(product_rows, 32, 1, ProductParams, params) { product<false>(params); }
+KGEN_KERNEL(product_transposed, 32, 1, ProductParams, params) { product<true>(params); }
+
+struct MapParams {
+  Global<const float> in;
+  Global<uint32_t> out;
+};
+
+KGEN_KERNEL(bf16_pairs, 32, 1, MapParams, params) {
+  const int i = block_index_x() * 32 + thread_index();
+  const float2v pair = params.in.load_as<float2v>(2 * i);
+  params.out.store(i, pack_bf16x2(pair.x, pair.y));
+}
+
+struct ShuffleParams {
+  Global<const float> in;
+  Global<float> out;  // [8, 64]: five butterflies, a vote, a permutation, a broadcast
+};
+
+KGEN_KERNEL(shuffles, 64, 1, ShuffleParams, params) {
+  const int t = thread_index();
+  const float value = params.in.load(t);
+  for (int step = 0; step < 5; ++step) params.out.store(step * 64 + t, shuffle_xor(value, 1 << step));
+  params.out.store(5 * 64 + t, warp_any(value == 40.0f) ? 1.0f : 0.0f);
+  params.out.store(6 * 64 + t, shuffle(value, t * 7 % 32));
+  params.out.store(7 * 64 + t, static_cast<float>(shuffle(t, 5)));
+}
+
+struct ExponentParams {
+  Global<const float> in;
+  Global<float> out;  // [2, 32]
+};
+
+KGEN_KERNEL(exponents, 32, 1, ExponentParams, params) {
+  const int t = thread_index();
+  params.out.store(t, exp2_approx(params.in.load(t)));
+  params.out.store(32 + t, log2_approx(params.in.load(t)));
+}
+
+struct IndexParams {
+  Global<int32_t> out;  // [z, y, x, thread]
+  int width, height;
+};
+
+KGEN_KERNEL(indices, 32, 1, IndexParams, params) {
+  const int block = (block_index_z() * params.height + block_index_y()) * params.width + block_index_x();
+  params.out.store(block * 32 + thread_index(), block * 1000 + thread_index());
+}
+
+struct StreamParams {
+  Global<const float> in;
+  Global<float> out;
+  int passes;
+  int unused;
+};
+
+// Work for the speed test: mma and ldmatrix in a loop, eight warps.
+KGEN_KERNEL(stream, 256, 1, StreamParams, params) {
+  const Shared<bf16> tile = shared_array<bf16>(0, 64 * 64);
+  for (int i = thread_index(); i < 64 * 64; i += 256) tile.store(i, bf16{0x3f80});
+  block_sync();
+  const int lane = thread_index() % 32;
+  float d[4] = {0, 0, 0, 0};
+  for (int pass = 0; pass < params.passes; ++pass) {
+    uint32_t a[4];
+    ldmatrix_x4(a, tile.address((pass % 4 * 16 + lane % 16) * 64 + lane / 16 * 8));
+    mma_bf16_16x8x16(d, a, a[0], a[1]);
+  }
+  params.out.store(thread_index(), d[0]);
+}
