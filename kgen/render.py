@@ -198,7 +198,7 @@ def _inline(lines: Iterable[_Line], templates: Path, seen: set[str]) -> Iterator
             yield from _inline(_header_lines(match[1], line, templates), templates, seen)
 
 
-def _header_lines(header: str, included: _Line, templates: Path) -> list[_Line]:
+def _header_lines(header: str, included: _Line, templates: Path) -> tuple[_Line, ...]:
     file = f"include/{header}"
     where = f"templates/{included.file}:{included.number}"
     try:
@@ -207,9 +207,14 @@ def _header_lines(header: str, included: _Line, templates: Path) -> list[_Line]:
         raise SpecError(where, f"cannot include <{header}>", seen=f"templates/{file}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise SpecError(f"templates/{file}", "not UTF-8 text") from None
+    return _split_header(file, text)
+
+
+@cache
+def _split_header(file: str, text: str) -> tuple[_Line, ...]:
     numbered = enumerate(text.split("\n"), 1)
     kept = (item for item in numbered if not _PRAGMA_ONCE.match(item[1]) and not _TEMPLATE_COMMENT.match(item[1]))
-    return [_Line(line.rstrip(), file, number) for number, line in kept]
+    return tuple(_Line(line.rstrip(), file, number) for number, line in kept)
 
 
 def _collapse_blank(lines: Iterable[_Line]) -> list[_Line]:

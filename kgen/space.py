@@ -85,8 +85,9 @@ def enumerate_space(spec: Spec, layout_name: str, target: Target) -> Space:
     layout = spec.layout(layout_name)
     candidates: list[Candidate] = []
     rejected: Counter[str] = Counter()
+    where = spec.label
     for candidate in _combinations(spec):
-        rule = violation(spec.family, candidate, layout, target, spec.label)
+        rule = violation(spec.family, candidate, layout, target, where)
         if rule is None:
             candidates.append(candidate)
         else:
@@ -96,7 +97,7 @@ def enumerate_space(spec: Spec, layout_name: str, target: Target) -> Space:
     if not candidates:
         listed = ", ".join(f"{count} {rule!r}" for rule, count in reasons.items())
         wrong = f"no candidate of layout {layout_name} fits {target.name} (0 of {total})"
-        raise InputError(spec.label, wrong, seen=f"rejected by: {listed}", remedy="widen the tunables")
+        raise InputError(where, wrong, seen=f"rejected by: {listed}", remedy="widen the tunables")
     return Space(layout_name, target.name, spec.tunables, tuple(candidates), reasons, total)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from conftest import Golden
+from conftest import Golden, compare_text
 
 from kgen.errors import SpecError
 from kgen.families.verify_mla import VerifyMla
@@ -94,6 +94,16 @@ def diagnostics(text: str, folder: Path) -> str:
 def test_the_whole_text(templates: Path, golden: Golden) -> None:
     source = rendered(templates)
     golden(source.text + "=" * 80 + "\n" + source.mapped_text)
+
+
+def test_an_expected_text_that_is_stale_or_missing_fails(tmp_path: Path) -> None:
+    path = tmp_path / "folder/expected.txt"
+    with pytest.raises(pytest.fail.Exception, match=r"expected\.txt does not exist: run with --update-golden"):
+        compare_text(path, "new", update=False)
+    compare_text(path, "old", update=True)
+    compare_text(path, "old", update=False)
+    with pytest.raises(AssertionError, match=r"expected\.txt is stale: run with --update-golden"):
+        compare_text(path, "new", update=False)
 
 
 def test_identity(templates: Path) -> None:
