@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kgen.device import ArgumentBuffer, CudaError, Device, DeviceBuffer, Graph, Stream
+from kgen.device import ArgumentBuffer, CudaError, Device, Graph, Stream
 from kgen.emulator import Buffer, EmulatedModule
 from kgen.envelope import LoadedKernels
 from kgen.family import Array, Family, Plan
@@ -120,7 +120,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def _memory(self) -> contextlib.AbstractContextManager[None]:
-        """Frees at its end what `_allocate` gave."""
+        """Frees at its end what `_allocate` and `_starter` took."""
 
     @abstractmethod
     def _allocate(self, size_bytes: int) -> int:
@@ -204,7 +204,7 @@ class DeviceLauncher(Launcher):
     device: Device
     kernels: LoadedKernels
     checked_on: ClassVar[str] = "device"
-    _buffers: list[DeviceBuffer] = field(default_factory=list, init=False, repr=False)
+    _release: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
 
     @contextlib.contextmanager
     def _memory(self) -> Iterator[None]:
@@ -212,13 +212,13 @@ class DeviceLauncher(Launcher):
             yield
         finally:
             with contextlib.suppress(CudaError):  # after a sticky error nothing can be freed, and that error matters
-                for buffer in self._buffers:
-                    buffer.free()
-            self._buffers.clear()
+                for release in reversed(self._release):
+                    release()
+            self._release.clear()
 
     def _allocate(self, size_bytes: int) -> int:
         buffer = self.device.allocate(size_bytes)
-        self._buffers.append(buffer)
+        self._release.append(buffer.free)
         return buffer.address
 
     def _write(self, address: int, array: Array) -> None:
@@ -230,9 +230,9 @@ class DeviceLauncher(Launcher):
         return array
 
     def _starter(self, plan: Plan, params: bytes, regions: Sequence[Region], *, replayed: bool) -> Callable[[], None]:
-        stream, arguments = Stream(), ArgumentBuffer(len(params))
+        stream, graph, arguments = Stream(), Graph(), ArgumentBuffer(len(params))
+        self._release += [stream.destroy, graph.destroy]
         arguments.view[:] = params
-        graph = Graph()
         if replayed:
             with graph.capture(stream):
                 self.put(plan, arguments, stream)

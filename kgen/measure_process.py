@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kgen.errors import DeviceError, KgenError
@@ -20,6 +21,12 @@ from kgen.records import Status
 WORKER_COMMAND = (sys.executable, "-m", "kgen.measure_worker")
 GRACE_S = 5.0  # between the end of a worker's requests and its killing
 STDERR_TAIL = 600
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, in which the worker imports the same kgen."""
+    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 class WorkerError(KgenError):
@@ -44,6 +51,7 @@ class WorkerProcess:
                 stderr=self._stderr,
                 start_new_session=True,  # Ctrl-C is for this process; a kill takes the worker's children too
                 bufsize=0,
+                env=_environment(),
             )
         except OSError as error:
             self._stderr.close()

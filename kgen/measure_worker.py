@@ -95,7 +95,7 @@ def die_with_parent(parent: int) -> None:
 
 def run(backend: Backend) -> None:
     """Serve on the standard streams; what libraries print to standard output goes to standard error instead."""
-    die_with_parent(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[-1]))
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(backend, sys.stdin, replies)

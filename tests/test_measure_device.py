@@ -1,0 +1,200 @@
+"""The GPU side of measuring, against a driver in Python: inputs, graphs, envelope, and what is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import fake_cuda
+import numpy as np
+import pytest
+import toy_family
+from test_device import SM_90, SM_120
+
+from kgen import cuda_driver, measure_device
+from kgen.device import DriverTooOldError
+from kgen.errors import DeviceError, InputError
+from kgen.family import Family, Tolerance
+from kgen.measure_device import DeviceBackend
+from kgen.measure_job import Job
+
+POINT = {"batch": 3, "length": 2000}
+SET_BYTES = 24064 + 256  # values and offsets, each rounded up to 256
+SETS = 7  # 2.5 times the fake device's 64 KiB of L2
+LAUNCHES = 21
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cuda.FakeCuda]:
+    fake = fake_cuda.FakeCuda(toy_family.kernels())
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
+    cuda_driver.driver.cache_clear()
+
+    def find(name: str, where: str) -> Family:
+        assert name == "toy"
+        return toy_family.ToyFamily()
+
+    monkeypatch.setattr(measure_device, "find_family", find)
+    monkeypatch.setattr(measure_device, "WARMUP_S", 0.0)
+    yield fake
+    cuda_driver.driver.cache_clear()
+
+
+def opened(envelope: bool = False) -> DeviceBackend:
+    backend = DeviceBackend()
+    found = backend.open({"ordinal": 0, "target": asdict(SM_90), "envelope": asdict(SM_120) if envelope else None})
+    assert found["compute_capability"] == "9.0"
+    return backend
+
+
+def job(folder: Path, first: str = "segment_sum", last: str = "finish", minimum: tuple[int, int] = (13, 0)) -> Job:
+    path = folder / f"{first}_{last}.cubin"
+    path.write_bytes(f"{first} {last}".encode())
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    candidate = toy_family.candidate(first, last)
+    return Job(path.name, "toy", candidate, toy_family.LAYOUT, str(path), digest, toy_family.TOLERANCES, minimum)
+
+
+def armed(backend: DeviceBackend, loaded: Job) -> str:
+    backend.load(loaded)
+    backend.prepare("toy", toy_family.LAYOUT, POINT)
+    backend.arm(loaded.name, POINT)
+    return loaded.name
+
+
+def test_job_from_load_to_unload(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:
+    backend = opened()
+    measured = job(tmp_path)
+    resources = backend.load(measured)
+    assert resources == {"registers": 64, "shared_bytes": 51200, "local_bytes": 8, "blocks_per_sm": 4}
+    verdict = backend.check(measured.name)
+    assert verdict["ok"], verdict["reason"]
+    assert 0 < verdict["relative_error"] < 1e-5
+    cuda.launches.clear()
+    name = armed(backend, measured)
+    assert len(cuda.launches) == 2 * LAUNCHES, "captured, two kernels a launch"
+    samples = backend.sample(name, POINT, 5)
+    assert len(samples) == 5
+    assert all(sample > 0 for sample in samples)
+    verdict = backend.confirm(name, POINT)
+    assert verdict["ok"], verdict["reason"]
+    assert verdict["relative_error"] < 1e-5
+    backend.disarm(name, POINT)
+    backend.unload(name)
+    assert (cuda.graphs, cuda.events, cuda.modules) == (0, 0, set())
+
+
+def test_every_launch_of_a_rotation_reads_its_own_copy(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:
+    seen: list[int] = []
+    plain = cuda.kernels["segment_sum"]
+
+    def spy(struct: int) -> None:
+        seen.append(toy_family.Arguments(struct).values.ctypes.data)
+        plain(struct)
+
+    cuda.kernels["segment_sum"] = spy
+    backend = opened()
+    name = armed(backend, job(tmp_path))
+    backend.sample(name, POINT, 1)
+    assert len(seen) == 2 * LAUNCHES, "one replay to warm up, one timed"
+    places = seen[:SETS]
+    assert [place - places[0] for place in places] == [SET_BYTES * index for index in range(SETS)]
+    assert seen == places * (2 * LAUNCHES // SETS)
+
+
+def test_inputs_are_shared_by_jobs_and_freed_for_other_points(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:
+    backend = opened()
+    first = armed(backend, job(tmp_path))
+    blocks = len(cuda.memory)
+    second = armed(backend, job(tmp_path, last="slightly_off"))
+    assert len(cuda.memory) == blocks + 1, "the second job brings its workspace only"
+    other = {"batch": 1, "length": 10}
+    backend.prepare("toy", toy_family.LAYOUT, other)
+    assert backend.confirm(first, POINT)["ok"], "inputs in use stay"
+    for name in (first, second):
+        backend.disarm(name, POINT)
+    backend.prepare("toy", toy_family.LAYOUT, {"batch": 2, "length": 10})
+    assert len(cuda.memory) == 3, "arena and two outputs of the last point"
+
+
+def test_wrong_kernels_are_found_in_the_cases_and_in_the_timed_launches(
+    cuda: fake_cuda.FakeCuda, tmp_path: Path
+) -> None:
+    backend = opened()
+    name = armed(backend, job(tmp_path, "remembers_lengths"))
+    verdict = backend.check(name)
+    assert not verdict["ok"]
+    assert "total of ragged, replayed" in verdict["reason"]
+    name = armed(backend, job(tmp_path, "adds_to_workspace"))
+    backend.sample(name, POINT, 1)
+    verdict = backend.confirm(name, POINT)
+    assert (verdict["ok"], verdict["relative_error"]) == (False, None)
+    assert "total of point" in verdict["reason"]
+
+
+def test_without_a_reference_missing_elements_are_still_found(
+    cuda: fake_cuda.FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure_device, "REFERENCE_FLOP", 0.0)
+    backend = opened()
+    assert backend.confirm(armed(backend, job(tmp_path)), POINT) == {"ok": True, "reason": "", "relative_error": None}
+    verdict = backend.confirm(armed(backend, job(tmp_path, "forgets_last")), POINT)
+    assert verdict["reason"] == "total at point has elements that are NaN or were never written"
+
+
+def test_envelope_pads_every_launch(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:
+    backend = opened(envelope=True)
+    measured = job(tmp_path)
+    assert backend.load(measured)["blocks_per_sm"] == 1, "sm_120 holds one block of 51216 bytes and 1024 reserved"
+    padded = backend.load(measured)["shared_bytes"]
+    assert padded == 115_840 - 16
+    armed(backend, measured)
+    assert {shared for entry, _, _, shared in cuda.launches if entry == "segment_sum"} == {padded}
+
+
+def test_damaged_missing_and_too_new_cubins_are_refused(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:
+    backend = opened()
+    good = job(tmp_path)
+    Path(good.cubin_path).write_bytes(b"segment_sum finish ")
+    with pytest.raises(DeviceError, match=r"segment_sum_finish.cubin: is not the cubin that was built"):
+        backend.load(good)
+    Path(good.cubin_path).unlink()
+    with pytest.raises(DeviceError, match=r"segment_sum_finish.cubin: cannot be read.*build it again"):
+        backend.load(good)
+    with pytest.raises(DriverTooOldError):
+        backend.load(job(tmp_path, minimum=(14, 0)))
+
+
+def test_device_of_another_architecture_is_refused(cuda: fake_cuda.FakeCuda) -> None:
+    with pytest.raises(DeviceError, match="device 0: is not of target sm_120, it is sm_90"):
+        DeviceBackend().open({"ordinal": 0, "target": asdict(SM_120), "envelope": None})
+
+
+def test_kernel_that_fits_no_envelope_is_an_input_error(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:
+    cuda.registers = 300
+    with pytest.raises(InputError, match="target sm_120: no block of this shape fits an SM"):
+        opened(envelope=True).load(job(tmp_path))
+    assert cuda.modules == set()
+
+
+def test_tolerances_of_the_job_are_used(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:
+    backend = opened()
+    strict = job(tmp_path, last="slightly_off")
+    assert not backend.confirm(armed(backend, strict), POINT)["ok"]
+    loose = {"total": Tolerance(1e-2, 100.0), "log": Tolerance(1e-2, 1.0)}
+    lenient = Job(**{**vars(strict), "name": "lenient", "tolerances": loose})
+    verdict = backend.confirm(armed(backend, lenient), POINT)
+    assert verdict["ok"]
+    assert np.isclose(verdict["relative_error"], 1e-3, rtol=1e-2)
+
+
+def test_canary_copies_on_the_device(cuda: fake_cuda.FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_device, "CANARY_BYTES", 1 << 16)
+    backend = opened()
+    assert backend.canary() > 0
+    blocks = len(cuda.memory)
+    assert backend.canary() > 0
+    assert (len(cuda.memory), cuda.graphs) == (blocks, 0), "its buffers are kept, its graphs are not"
