@@ -62,12 +62,13 @@ def make_trial(*times: PointTime, m: int = 16, **fields: Any) -> TrialRecord:
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
+TIME = st.sampled_from([1.0, 1.005, 2.0, 3.0, 4.0]) | st.floats(0.5, 1e6)
 ERROR = st.none() | st.floats(0, 1)
 
 
 @st.composite
 def point_times(draw: st.DrawFn, point: dict[str, int]) -> PointTime:
-    samples = draw(st.lists(st.floats(0.5, 1e6), min_size=1, max_size=4))
+    samples = draw(st.lists(TIME, min_size=1, max_size=4))
     middle = sorted(samples)[len(samples) // 2]
     return PointTime(point, middle, min(samples), max(samples), tuple(samples), draw(ERROR))
 
