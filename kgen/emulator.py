@@ -21,7 +21,7 @@ from kgen.errors import EmulatorError, InputError
 
 EMULATOR_FLAGS: Final[tuple[str, ...]] = (
     "-std=c++17",
-    "-O2",
+    "-O1",  # -O2 runs no faster to speak of and compiles slower
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",

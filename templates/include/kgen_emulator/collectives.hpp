@@ -1,7 +1,6 @@
 // Warp collectives: the last lane to arrive does the work of all 32.
 #pragma once
 
-#include <cmath>
 #include <cstring>
 
 #include "machine.hpp"

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include <cstddef>
-#include <memory>
+#include <vector>
 
 namespace kgen {
 namespace emulator {
@@ -34,7 +34,7 @@ class Fibers {
     if (memory_ == MAP_FAILED) return false;
     for (size_t i = 0; i < count_; ++i)
       if (mprotect(static_cast<char*>(memory_) + i * stride_, page, PROT_NONE) != 0) return false;
-    points_.reset(new jmp_buf[count_]);
+    points_.resize(count_);
     return true;
   }
 
@@ -46,28 +46,31 @@ class Fibers {
     context.uc_stack.ss_size = kStackBytes;
     context.uc_link = nullptr;
     makecontext(&context, entry, 0);
-    if (_setjmp(outside_) == 0) setcontext(&context);
+    if (_setjmp(outside_.registers) == 0) setcontext(&context);
   }
   // Called on the new stack: goes back to create(), and returns when the fiber is first resumed.
   __attribute__((noinline)) void ready(size_t i) {
-    if (_setjmp(points_[i]) == 0) _longjmp(outside_, 1);
+    if (_setjmp(points_[i].registers) == 0) _longjmp(outside_.registers, 1);
   }
 
   __attribute__((noinline)) void enter(size_t to) {  // from the scheduler's stack
-    if (_setjmp(outside_) == 0) _longjmp(points_[to], 1);
+    if (_setjmp(outside_.registers) == 0) _longjmp(points_[to].registers, 1);
   }
   __attribute__((noinline)) void switch_to(size_t from, size_t to) {
-    if (_setjmp(points_[from]) == 0) _longjmp(points_[to], 1);
+    if (_setjmp(points_[from].registers) == 0) _longjmp(points_[to].registers, 1);
   }
   __attribute__((noinline)) void leave(size_t from) {  // to the scheduler's stack
-    if (_setjmp(points_[from]) == 0) _longjmp(outside_, 1);
+    if (_setjmp(points_[from].registers) == 0) _longjmp(outside_.registers, 1);
   }
 
  private:
+  struct Point {
+    jmp_buf registers;
+  };
   void* memory_ = MAP_FAILED;
   size_t count_ = 0, stride_ = 0;
-  std::unique_ptr<jmp_buf[]> points_;
-  jmp_buf outside_;
+  std::vector<Point> points_;
+  Point outside_;
 };
 
 }  // namespace emulator

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -182,7 +181,7 @@ class Machine {
   std::vector<PendingCopy> in_flight;
   std::vector<std::vector<CopyPart>> untracked;  // a thread's cp_async_16 before its cp_async_arrive
   std::vector<Extent> arrays;
-  std::unique_ptr<unsigned char[]> shared_storage;
+  std::vector<unsigned char> shared_storage;
   unsigned char* shared = nullptr;  // 128-byte aligned
   int block[3] = {0, 0, 0};
   int thread = 0;        // the running one

@@ -25,7 +25,6 @@
 // A loop without a primitive in it is not interrupted; one with a primitive ends at the step limit.
 #pragma once
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -126,11 +125,11 @@ KGEN_DEVICE uint32_t pack_bf16x2(float low, float high) {
   return round_to_bf16_bits(low) | round_to_bf16_bits(high) << 16;
 }
 KGEN_DEVICE bf16 to_bf16(float value) { return {static_cast<uint16_t>(round_to_bf16_bits(value))}; }
-KGEN_DEVICE float maximum(float a, float b) { return std::fmax(a, b); }
+KGEN_DEVICE float maximum(float a, float b) { return __builtin_fmaxf(a, b); }
 // .ftz: subnormal operands and results are zero.
-KGEN_DEVICE float flush_subnormal(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
-KGEN_DEVICE float exp2_approx(float x) { return flush_subnormal(std::exp2(flush_subnormal(x))); }
-KGEN_DEVICE float log2_approx(float x) { return std::log2(flush_subnormal(x)); }
+KGEN_DEVICE float flush_subnormal(float x) { return __builtin_fabsf(x) < 1.17549435e-38f ? __builtin_copysignf(0.0f, x) : x; }
+KGEN_DEVICE float exp2_approx(float x) { return flush_subnormal(__builtin_exp2f(flush_subnormal(x))); }
+KGEN_DEVICE float log2_approx(float x) { return __builtin_log2f(flush_subnormal(x)); }
 KGEN_DEVICE float infinity() { return emulator::float_of_bits(0x7f800000u); }
 
 template <typename T>

@@ -1,8 +1,6 @@
 // Machine: running blocks, choosing threads, meeting points of a warp, and the reports on who waits where.
 #pragma once
 
-#include <algorithm>
-
 #include "machine.hpp"
 
 namespace kgen {
@@ -16,9 +14,9 @@ inline bool Machine::prepare() {
   untracked.resize(count);
   clocks.allocate(launch.threads);
   shadow.allocate(static_cast<uint32_t>(launch.shared_bytes));
-  shared_storage.reset(new unsigned char[static_cast<size_t>(launch.shared_bytes) + 128]);
-  const uintptr_t start = reinterpret_cast<uintptr_t>(shared_storage.get());
-  shared = shared_storage.get() + ((128 - start % 128) % 128);
+  shared_storage.resize(static_cast<size_t>(launch.shared_bytes) + 128);
+  const uintptr_t start = reinterpret_cast<uintptr_t>(shared_storage.data());
+  shared = shared_storage.data() + ((128 - start % 128) % 128);
   for (size_t i = 0; i < count; ++i) {
     thread = static_cast<int>(i);
     fibers_.create(i, &Machine::fiber_main);
@@ -249,9 +247,9 @@ inline void Machine::report_stuck() {
   const char* separator = "";
   for (size_t t = 0; t < threads.size(); ++t) {
     if (told[t]) continue;
-    const bool alone = std::none_of(threads.begin() + static_cast<ptrdiff_t>(t) + 1, threads.end(),
-                                    [&](const Thread& other) { return same_wait(other, threads[t]); });
-    report.add_seen(alone ? "%sthread" : "%sthreads", separator);
+    size_t alike = 0;
+    for (const Thread& other : threads) alike += same_wait(other, threads[t]) ? 1 : 0;
+    report.add_seen(alike == 1 ? "%sthread" : "%sthreads", separator);
     separator = "; ";
     for (size_t begin = t; begin < threads.size(); ++begin) {
       if (told[begin] || !same_wait(threads[begin], threads[t])) continue;

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 namespace kgen {
@@ -117,15 +116,15 @@ class Shadow {
     cell.begin()[cell.count++] = access;
   }
   void grow(Granule& cell, int room) {
-    overflow_.emplace_back(new Access[static_cast<size_t>(room)]);
-    Access* larger = overflow_.back().get();
+    overflow_.emplace_back(static_cast<size_t>(room));
+    Access* larger = overflow_.back().data();
     std::memcpy(static_cast<void*>(larger), cell.begin(), cell.count * sizeof(Access));
     cell.entries = larger;
     cell.capacity = static_cast<uint16_t>(room);
   }
 
   std::vector<Granule> cells_;
-  std::vector<std::unique_ptr<Access[]>> overflow_;
+  std::vector<std::vector<Access>> overflow_;
 };
 
 }  // namespace emulator
