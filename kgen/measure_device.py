@@ -15,43 +15,18 @@ import numpy as np
 from kgen.device import ArgumentBuffer, Device, DeviceBuffer, Event, Graph, Stream
 from kgen.envelope import LoadedKernels, load_kernels
 from kgen.errors import DeviceError
-from kgen.family import Array, Case, Family, Plan, find_family
-from kgen.launchers import ALIGNMENT, WORKSPACE_POISON, DeviceLauncher
+from kgen.family import Family, Plan, find_family
+from kgen.launchers import WORKSPACE_POISON, DeviceLauncher
+from kgen.measure_inputs import PointInputs
 from kgen.measure_job import Job, LoadedResources, key_of, target_from_json
 from kgen.targets import Target
-from kgen.timing import LAUNCHES, input_sets
-from kgen.validate import Problems, compare, validate
+from kgen.timing import LAUNCHES
+from kgen.validate import Problems, validate
 
-MEMORY_SHARE = 0.4  # of the free device memory, for the inputs of one point
-REFERENCE_FLOP = 4e9  # a larger point's reference takes too long on the host: its outputs are checked for NaN only
 CANARY_BYTES = 256 << 20
 CANARY_REPLAYS = 21
 IDLE_S = 0.02  # a device that did nothing for longer is warmed up before it is timed
 WARMUP_S = 0.05
-
-
-@dataclass
-class _Point:
-    """The inputs of one workload point on the device: ``sets`` copies, ``set_bytes`` apart, and one set of outputs."""
-
-    case: Case
-    arena: DeviceBuffer
-    sets: int
-    set_bytes: int
-    input_offsets: Mapping[str, int]
-    scalars: Mapping[str, int | float]
-    outputs: Mapping[str, Array]
-    output_buffers: Mapping[str, DeviceBuffer]
-    reference: Mapping[str, Array] | None
-
-    def pointers(self, index: int) -> dict[str, int]:
-        base = self.arena.address + index * self.set_bytes
-        inputs = {name: base + offset for name, offset in self.input_offsets.items()}
-        return inputs | {name: buffer.address for name, buffer in self.output_buffers.items()}
-
-    def free(self) -> None:
-        for buffer in (self.arena, *self.output_buffers.values()):
-            buffer.free()
 
 
 @dataclass
@@ -85,7 +60,7 @@ class DeviceBackend:
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Loaded] = {}
-        self._points: dict[str, _Point] = {}
+        self._points: dict[str, PointInputs] = {}
         self._problems: dict[str, Problems] = {}
         self._canary_buffers: tuple[DeviceBuffer, DeviceBuffer] | None = None
         self._busy_at = -float("inf")
@@ -165,40 +140,7 @@ class DeviceBackend:
         used = {armed.point_key for loaded in self._jobs.values() for armed in loaded.armed.values()}
         for other in [other for other in self._points if other not in used]:
             self._points.pop(other).free()
-        self._points[key] = self._make_point(find_family(family, "request"), layout, point)
-
-    def _make_point(self, family: Family, layout: Mapping[str, Any], point: Mapping[str, int]) -> _Point:
-        case = family.point_case(point)
-        inputs = family.make_inputs(layout, case, seed=0)
-        outputs = {
-            name: array for name, array in family.output_arrays(layout, case, inputs).items() if array is not None
-        }
-        offsets, set_bytes = {}, 0
-        for name, array in inputs.items():
-            if array is not None:
-                offsets[name] = set_bytes
-                set_bytes += -(-max(array.nbytes, 1) // ALIGNMENT) * ALIGNMENT
-        sets = input_sets(set_bytes, self.device.l2_bytes, int(self.device.free_bytes() * MEMORY_SHARE))
-        arena = self.device.allocate(sets * set_bytes)
-        for name, offset in offsets.items():
-            array = inputs[name]
-            assert array is not None
-            self.device.copy_to_device(arena.address + offset, array)
-        for index in range(1, sets):
-            self.device.copy_on_device(arena.address + index * set_bytes, arena.address, set_bytes, self.stream)
-        self.stream.synchronize()
-        affordable = family.work(layout, point).flop <= REFERENCE_FLOP
-        return _Point(
-            case=case,
-            arena=arena,
-            sets=sets,
-            set_bytes=set_bytes,
-            input_offsets=offsets,
-            scalars=family.scalars(layout, case, inputs),
-            outputs=outputs,
-            output_buffers={name: self.device.allocate(array.nbytes) for name, array in outputs.items()},
-            reference=family.reference(layout, case, inputs) if affordable else None,
-        )
+        self._points[key] = PointInputs.make(self.device, self.stream, find_family(family, "request"), layout, point)
 
     def arm(self, name: str, point: Mapping[str, int]) -> None:
         """Capture the job's launches over all input sets, often enough for a graph worth timing."""
@@ -226,7 +168,7 @@ class DeviceBackend:
                 self._put_rotation(loaded, plan, prepared, workspace)
 
     def _put_rotation(
-        self, loaded: _Loaded, plan: Plan, prepared: _Point, workspace: Mapping[str, DeviceBuffer]
+        self, loaded: _Loaded, plan: Plan, prepared: PointInputs, workspace: Mapping[str, DeviceBuffer]
     ) -> None:
         """Launch the plan once on every input set; the driver copies the arguments when it captures a launch."""
         launcher = DeviceLauncher(self.device, loaded.kernels)
@@ -269,31 +211,17 @@ class DeviceBackend:
         return times_us
 
     def confirm(self, name: str, point: Mapping[str, int]) -> Mapping[str, Any]:
-        """Replay the timed graph on poisoned outputs and compare; without a reference, look for NaN only."""
+        """Replay the timed graph on poisoned outputs and compare with the reference, or with earlier kernels."""
         loaded = self._jobs[name]
         armed = loaded.armed[key_of(dict(point))]
         prepared = self._points[armed.point_key]
-        for output, array in prepared.outputs.items():
-            self.device.copy_to_device(prepared.output_buffers[output].address, array)
+        prepared.poison(self.device)
         armed.graph.launch(self.stream)
-        worst: float | None = None
-        for output, array in prepared.outputs.items():
-            found = np.empty_like(array)
-            self.device.copy_to_host(found, prepared.output_buffers[output].address)
-            values = loaded.family.as_float(output, found)
-            if prepared.reference is None:
-                if np.isnan(values).any():
-                    reason = f"{output} at {prepared.case.name} has elements that are NaN or were never written"
-                    return {"ok": False, "reason": reason, "relative_error": None}
-                continue
-            tolerance = loaded.job.tolerances[output]
-            result = compare(
-                values, prepared.reference[output], tolerance, name=prepared.case.name, seed=0, output=output
-            )
-            if not result.ok:
-                return {"ok": False, "reason": result.reason, "relative_error": None}
-            worst = max(worst or 0.0, result.relative_l2)
-        return {"ok": True, "reason": "", "relative_error": worst}
+        known = prepared.has_reference
+        results = prepared.compare(self.device, name, loaded.job.tolerances)
+        ok = results[-1].ok
+        worst = max(result.relative_l2 for result in results)
+        return {"ok": ok, "reason": results[-1].reason, "relative_error": worst if ok and known else None}
 
     def disarm(self, name: str, point: Mapping[str, int]) -> None:
         """Give the graph and workspace back."""

@@ -14,7 +14,7 @@ import pytest
 import toy_family
 from test_device import SM_90, SM_120
 
-from kgen import cuda_driver, measure_device
+from kgen import cuda_driver, measure_device, measure_inputs
 from kgen.device import DriverTooOldError
 from kgen.errors import DeviceError, InputError
 from kgen.family import Family, Tolerance
@@ -135,14 +135,27 @@ def test_wrong_kernels_are_found_in_the_cases_and_in_the_timed_launches(
     assert "total of point" in verdict["reason"]
 
 
-def test_without_a_reference_missing_elements_are_still_found(
+def test_without_a_reference_kernels_are_compared_with_each_other(
     cuda: fake_cuda.FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure_device, "REFERENCE_FLOP", 0.0)
+    monkeypatch.setattr(measure_inputs, "REFERENCE_FLOP", 0.0)
     backend = opened()
-    assert backend.confirm(armed(backend, job(tmp_path)), POINT) == {"ok": True, "reason": "", "relative_error": None}
     verdict = backend.confirm(armed(backend, job(tmp_path, "forgets_last")), POINT)
-    assert verdict["reason"] == "total at point has elements that are NaN or were never written"
+    assert verdict["reason"] == "total of point, seed 0: 1 of 3 elements are NaN or never written, first [2]"
+    right = {"ok": True, "reason": "", "relative_error": None}
+    assert backend.confirm(armed(backend, job(tmp_path)), POINT) == right, "the first that is complete is believed"
+    verdict = backend.confirm(armed(backend, job(tmp_path, last="slightly_off")), POINT)
+    assert not verdict["ok"]
+    assert "total of point against segment_sum_finish.cubin, seed 0: relative L2 error 0.001" in verdict["reason"]
+    assert backend.confirm("segment_sum_finish.cubin", POINT) == right, "and what was wrong is not remembered"
+
+
+def test_large_outputs_are_sampled_in_every_column() -> None:
+    large = np.arange(3 << 20).reshape(-1, 512)
+    sample = measure_inputs._sample(large)
+    assert sample.size == 1 << 20
+    assert set(sample % 512) == set(range(512))
+    assert (measure_inputs._sample(large[:4]) == large[:4].reshape(-1)).all()
 
 
 def test_envelope_pads_every_launch(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:
