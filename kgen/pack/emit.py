@@ -103,10 +103,10 @@ def select(spec: Spec, db: TuningDatabase, targets: Sequence[str], layouts: Sequ
 
 
 def pack_from_database(spec: Spec, url: str, targets: Sequence[str], layouts: Sequence[str] | None = None) -> Pack:
-    """What `emit` would pack today, for looking at: a manifest without cubins, nothing built or proven."""
+    """What `emit` would pack today, without cubins: nothing is built or proven. It explains, and runs on the CPU."""
     with TuningDatabase.open(url, create=False, read_only=True) as db:
         selection = select(spec, db, targets, tuple(layouts or spec.layouts))
-    return Pack(_manifest(selection, {}, {}), {}, url)
+    return _assemble(selection, {}, {}, url)
 
 
 def freeze(
@@ -115,17 +115,19 @@ def freeze(
     """The selection as a pack in memory, complete and ready to prepare; and what had to be proven for it."""
     built = _build(selection, toolchain, cache_dir, jobs)
     proven_now = _prove(selection, toolchain, cache_dir, on_proof)
-    return _assemble(selection, built, toolchain), proven_now
+    archs = {arch: packed_arch(arch, toolchain) for arch in built}
+    return _assemble(selection, built, archs, selection.spec.label), proven_now
 
 
-def _assemble(selection: Selection, built: dict[str, dict[str, BuildResult]], toolchain: Toolchain) -> Pack:
+def _assemble(
+    selection: Selection, built: dict[str, dict[str, BuildResult]], archs: dict[str, PackedArch], where: str
+) -> Pack:
     files = {source_path(variant.source.name): variant.source.text.encode() for variant in selection.variants.values()}
     for arch, results in built.items():
         for name, result in results.items():
             assert result.path is not None
             files[cubin_path(arch, name)] = result.path.read_bytes()
-    archs = {arch: packed_arch(arch, toolchain) for arch in built}
-    return Pack(_manifest(selection, built, archs), files, selection.spec.label)
+    return Pack(_manifest(selection, built, archs), files, where)
 
 
 def packed_arch(arch: str, toolchain: Toolchain) -> PackedArch:

@@ -21,7 +21,7 @@ class VerifyMlaBinding(Binding):
     """The tensors and the options of a call.
 
     ``scale`` is of the softmax (1/sqrt(scale_dim) of the layout by default). ``nodes`` is a promise that no request has
-    more tree nodes, which keeps grids small (the capacity by default).
+    more tree nodes, which keeps grids small; by default it is what the mask has bits for, within the capacity.
     """
 
     rules: ClassVar[tuple[TensorRule, ...]] = (
@@ -52,9 +52,7 @@ class VerifyMlaBinding(Binding):
             seen = f"{batch} requests, prepared for {self._capacity['batch']}"
             raise TensorError("kv_indptr", "must have one more entry than there are requests", seen=seen)
         nodes = options["nodes"]
-        most = self._capacity["nodes"] if nodes is None else nodes
-        if not 0 < most <= self._capacity["nodes"]:
-            raise TensorError("nodes", "is beyond the capacity", seen=f"{most}, prepared for {self._capacity['nodes']}")
+        most = self._most_nodes(tensors["tree_mask"], nodes)
         if tokens > batch * most:
             raise TensorError("q", "has too many tokens", seen=f"{tokens} for {batch} requests of at most {most} nodes")
         average = -(-tokens // batch) if batch else 0
@@ -65,6 +63,19 @@ class VerifyMlaBinding(Binding):
             is_empty=tokens == 0,
         )
 
+    def _most_nodes(self, mask: Any, promised: int | None) -> int:
+        """How many tree nodes a request may have in this call."""
+        capacity = self._capacity["nodes"]
+        shape: tuple[int, ...] = getattr(mask, "shape", ())
+        bits = shape[1] * 32 if len(shape) == 2 else capacity  # a mask of another shape is refused later
+        if promised is None:
+            return min(capacity, bits)
+        if not 0 < promised <= capacity:
+            raise TensorError("nodes", "is beyond the capacity", seen=f"{promised}, prepared for {capacity}")
+        if promised > bits:
+            raise TensorError("tree_mask", "has too few words", seen=f"{bits} bits for {promised} nodes")
+        return promised
+
     def scalars(self, tensors: Mapping[str, Any], sizes: Sizes, options: Mapping[str, Any]) -> dict[str, int | float]:
         """Strides, counts, the widths of the index tensors and the softmax scale."""
         if (tensors["draft_kv"] is None) == (tensors["draft_slots"] is None):
@@ -72,9 +83,6 @@ class VerifyMlaBinding(Binding):
             raise TensorError("draft_kv", "give either it or draft_slots", seen=seen)
         mask = tensors["tree_mask"]
         words = 0 if mask is None else mask.shape[1]
-        if mask is not None and words * 32 < sizes.extents["nodes"]:
-            seen = f"{words} words for {sizes.extents['nodes']} nodes"
-            raise TensorError("tree_mask", "has too few words", seen=seen, remedy="widen it, or promise less by nodes=")
         wide = 0
         for bit, name in enumerate(WIDE_BITS):
             if tensors[name] is not None and tensors[name].element_size() == 8:
