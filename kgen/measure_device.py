@@ -25,6 +25,7 @@ from kgen.validate import Problems, validate
 
 CANARY_BYTES = 256 << 20
 CANARY_REPLAYS = 21
+MEMORY_SHARE = 0.6  # of the device memory that is free at the start, for inputs
 IDLE_S = 0.02  # a device that did nothing for longer is warmed up before it is timed
 WARMUP_S = 0.05
 
@@ -63,6 +64,7 @@ class DeviceBackend:
         self._points: dict[str, PointInputs] = {}
         self._problems: dict[str, Problems] = {}
         self._canary_buffers: tuple[DeviceBuffer, DeviceBuffer] | None = None
+        self._budget_bytes = 0
         self._busy_at = -float("inf")
         self._limits: Target | None = None
         self._envelope: Target | None = None
@@ -71,6 +73,7 @@ class DeviceBackend:
         """Open the device and make a stream; refuses a device of another architecture than the target."""
         self.device = Device.open(settings["ordinal"])
         self.stream = Stream()
+        self._budget_bytes = int(self.device.free_bytes() * MEMORY_SHARE)
         self._limits, self._envelope = target_from_json(settings["target"]), target_from_json(settings["envelope"])
         if self._limits is not None and self._limits.compute_capability != self.device.compute_capability:
             raise DeviceError(
@@ -133,14 +136,23 @@ class DeviceBackend:
         }
 
     def prepare(self, family: str, layout: Mapping[str, Any], point: Mapping[str, int]) -> None:
-        """Put a point's inputs on the device, in as many copies as a cold L2 needs; other unused points go."""
+        """Put a point's inputs on the device; they stay for later jobs while there is room."""
         key = key_of(family, dict(layout), dict(point))
         if key in self._points:
+            self._points[key] = self._points.pop(key)  # now the most recently used
             return
+        self._make_room()
+        self._points[key] = PointInputs.make(
+            self.device, self.stream, find_family(family, "request"), layout, point, self._budget_bytes
+        )
+
+    def _make_room(self) -> None:
+        """Free the points that were used least recently until at most half of the budget is taken."""
         used = {armed.point_key for loaded in self._jobs.values() for armed in loaded.armed.values()}
-        for other in [other for other in self._points if other not in used]:
-            self._points.pop(other).free()
-        self._points[key] = PointInputs.make(self.device, self.stream, find_family(family, "request"), layout, point)
+        for key in [key for key in self._points if key not in used]:
+            if 2 * sum(prepared.arena.size_bytes for prepared in self._points.values()) <= self._budget_bytes:
+                return
+            self._points.pop(key).free()
 
     def arm(self, name: str, point: Mapping[str, int]) -> None:
         """Capture the job's launches over all input sets, often enough for a graph worth timing."""

@@ -13,7 +13,6 @@ from kgen.launchers import ALIGNMENT
 from kgen.timing import input_sets
 from kgen.validate import CaseResult, compare
 
-MEMORY_SHARE = 0.4  # of the free device memory, for the inputs of one point
 REFERENCE_FLOP = 1e9  # the reference of a larger point takes more than about a second on the host
 SAMPLES = 1 << 20  # elements of an output that are compared, spread evenly
 
@@ -39,8 +38,10 @@ class PointInputs:
     expected_of: str = "the reference"
 
     @classmethod
-    def make(cls, device: Device, stream: Stream, family: Family, layout: Layout, point: Point) -> PointInputs:
-        """Make the inputs once on the host; the other copies are made on the device."""
+    def make(
+        cls, device: Device, stream: Stream, family: Family, layout: Layout, point: Point, budget_bytes: int
+    ) -> PointInputs:
+        """Make the inputs once on the host; the other copies, within half the budget, are made on the device."""
         case = family.point_case(point)
         inputs = {name: array for name, array in family.make_inputs(layout, case, seed=0).items() if array is not None}
         outputs = family.output_arrays(layout, case, inputs)
@@ -49,7 +50,7 @@ class PointInputs:
         for name, array in inputs.items():
             offsets[name] = set_bytes
             set_bytes += -(-max(array.nbytes, 1) // ALIGNMENT) * ALIGNMENT
-        sets = input_sets(set_bytes, device.l2_bytes, int(device.free_bytes() * MEMORY_SHARE))
+        sets = input_sets(set_bytes, device.l2_bytes, budget_bytes // 2)
         arena = device.allocate(sets * set_bytes)
         for name, array in inputs.items():
             device.copy_to_device(arena.address + offsets[name], array)

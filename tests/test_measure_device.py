@@ -105,19 +105,34 @@ def test_every_launch_of_a_rotation_reads_its_own_copy(cuda: fake_cuda.FakeCuda,
     assert seen == places * (2 * LAUNCHES // SETS)
 
 
-def test_inputs_are_shared_by_jobs_and_freed_for_other_points(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:
+def test_inputs_are_shared_by_jobs_and_kept_while_there_is_room(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:
     backend = opened()
     first = armed(backend, job(tmp_path))
     blocks = len(cuda.memory)
     second = armed(backend, job(tmp_path, last="slightly_off"))
     assert len(cuda.memory) == blocks + 1, "the second job brings its workspace only"
-    other = {"batch": 1, "length": 10}
-    backend.prepare("toy", toy_family.LAYOUT, other)
-    assert backend.confirm(first, POINT)["ok"], "inputs in use stay"
     for name in (first, second):
         backend.disarm(name, POINT)
-    backend.prepare("toy", toy_family.LAYOUT, {"batch": 2, "length": 10})
-    assert len(cuda.memory) == 3, "arena and two outputs of the last point"
+    other = {"batch": 1, "length": 10}
+    backend.prepare("toy", toy_family.LAYOUT, other)
+    assert len(cuda.memory) == 6, "arena and two outputs of each point"
+    kept = set(cuda.memory)
+    backend.prepare("toy", toy_family.LAYOUT, POINT)
+    assert set(cuda.memory) == kept
+
+
+def test_points_used_least_recently_make_room_unless_in_use(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:
+    backend = opened()
+    backend._budget_bytes = 1  # every further point is one too many
+    name = armed(backend, job(tmp_path))
+    small, last = {"batch": 1, "length": 10}, {"batch": 2, "length": 10}
+    backend.prepare("toy", toy_family.LAYOUT, small)
+    backend.prepare("toy", toy_family.LAYOUT, last)
+    assert len(cuda.memory) == 3 + 1 + 3, "the point in use, its workspace, the last point"
+    assert backend.confirm(name, POINT)["ok"]
+    backend.disarm(name, POINT)
+    backend.prepare("toy", toy_family.LAYOUT, small)
+    assert len(cuda.memory) == 3
 
 
 def test_wrong_kernels_are_found_in_the_cases_and_in_the_timed_launches(
