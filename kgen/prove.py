@@ -1,0 +1,135 @@
+"""Proving modelled candidates right in the emulator, several at once, each in a process that may die."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kgen.build import EMULATOR, build
+from kgen.evaluate import COMPILE_LIMIT_S, Study, Variant
+from kgen.family import Family, Tolerance
+from kgen.records import TrialRecord
+from kgen.toolchain import Toolchain
+from kgen.validate import Verdict, validate_in_emulator
+
+SourceKey = tuple[str, str]
+"""What one proof is of: layout name and source digest."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the emulator said of one source for one layout; ``relative_error`` is the worst of all cases."""
+
+    ok: bool
+    relative_error: float | None
+    reason: str
+
+
+def proven_trial(trial: TrialRecord, proof: Proof) -> TrialRecord:
+    """The trial as it is kept once the emulator has spoken: checked, or a wrong result without times."""
+    checked = replace(trial, checked_on="emulator", relative_error=proof.relative_error, created_at="")
+    return checked if proof.ok else replace(checked, status="wrong_result", reason=proof.reason, times=())
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One proof, as a worker process is given it."""
+
+    variant: Variant
+    family: Family
+    tolerances: Mapping[str, Tolerance]
+    toolchain: Toolchain
+    cache_dir: Path
+    sms: int
+    resident_blocks: int
+
+    def run(self) -> Proof:
+        verdict = validate_in_emulator(
+            self.variant.source,
+            self.family,
+            self.variant.candidate,
+            self.variant.layout,
+            self.tolerances,
+            toolchain=self.toolchain,
+            cache_dir=self.cache_dir,
+            target_sms=self.sms,
+            resident_blocks=self.resident_blocks,
+        )
+        return Proof(verdict.ok, _finite(verdict), verdict.reason)
+
+
+def prove(
+    study: Study,
+    variants: Mapping[SourceKey, tuple[Variant, int]],
+    on_proof: Callable[[SourceKey, Proof], None],
+) -> None:
+    """Prove each variant, given with its resident blocks, in a process of its own; ``on_proof`` is called in order.
+
+    A process that dies takes its own proof with it, not the run.
+    """
+    _build_for_emulator(study, [variant for variant, _ in variants.values()])
+    tasks = {key: _task(study, variant, resident) for key, (variant, resident) in variants.items()}
+    pool = _pool(study.jobs)
+    try:
+        futures = {key: pool.submit(task.run) for key, task in tasks.items()}
+        for key, future in futures.items():
+            on_proof(key, _outcome(tasks[key], future))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _outcome(task: _Task, future: Future[Proof]) -> Proof:
+    """The proof; one whose pool died, by its own fault or another's, is done again alone."""
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        with _pool(1) as alone:
+            try:
+                return alone.submit(task.run).result()
+            except BrokenProcessPool:
+                return Proof(False, None, "the emulator's process died")
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_on_interrupt)
+
+
+def _end_on_interrupt() -> None:
+    """Let Ctrl-C end a worker without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _task(study: Study, variant: Variant, resident_blocks: int) -> _Task:
+    return _Task(
+        variant=variant,
+        family=study.family,
+        tolerances=study.spec.tolerances,
+        toolchain=study.toolchain,
+        cache_dir=study.cache_dir,
+        sms=study.target.sms,
+        resident_blocks=resident_blocks,
+    )
+
+
+def _build_for_emulator(study: Study, variants: Sequence[Variant]) -> None:
+    """Build each source once, so that workers that share one find it in the cache."""
+    build(
+        [variant.source for variant in variants],
+        arch=EMULATOR,
+        toolchain=study.toolchain,
+        cache_dir=study.cache_dir,
+        jobs=study.jobs,
+        timeout_s=COMPILE_LIMIT_S,
+    )
+
+
+def _finite(verdict: Verdict) -> float | None:
+    worst = verdict.worst
+    return float(worst.relative_l2) if worst is not None and math.isfinite(worst.relative_l2) else None
