@@ -22,7 +22,7 @@ from kgen.measure_job import Job, JobResult, MeasureLimits, target_from_json
 from kgen.timing import BestTimes, Canary, input_sets, interleaved, summarise
 
 WORKER = Path(__file__).with_name("fake_worker.py")
-QUICK = MeasureLimits(load_s=1.0, check_s=1.0, time_s=1.0)
+QUICK = MeasureLimits(load_s=2.0, check_s=2.0, time_s=2.0)
 
 
 class Bench:
@@ -100,7 +100,7 @@ def test_slow_candidates_are_dropped_where_they_are_slow(bench: Bench) -> None:
 def test_hanging_job_is_killed_and_the_others_go_on(bench: Bench, stage: str) -> None:
     results = bench.evaluator.evaluate([job("a"), job("bad", f"hang {stage}"), job("c")], [{"batch": 1}])
     assert summary(results) == [("a", "ok", [100.0]), ("bad", "hang", []), ("c", "ok", [100.0])]
-    assert results[1].reason == f"{stage}: not done after 1 s"
+    assert results[1].reason == f"{stage}: not done after 2 s"
     pids = bench.pids()
     assert len(pids) == 2, "one replacement"
     assert not process_group(pids[0]), "the killed worker's children are gone too"
