@@ -181,6 +181,8 @@ ORDER = [
     ("write_after_read", 64, "race", [], ["writes it at", "is read"]),
     ("warp_order", 32, "race", [], ["(warp 0, lane"]),
     ("named_pair", 128, "race", ["unwritten_shared_read"], ["nothing orders the two"]),
+    ("two_blocks", 32, "race", [], ["byte offset 124 of buffer 'out' is written, and block ("]),
+    ("through_global", 64, "race", ["unwritten_global_read"], ["race on global memory", "of buffer 'out'"]),
     ("half_words", 64, "race", [], ["nothing orders the two"]),
     ("elected_wait", 64, "race", [], ["thread 32 (warp 1, lane 0)"]),
     ("unpublished_init", 64, "race", ["mbarrier_misuse"], ["initialised by thread 0 at"]),
@@ -191,19 +193,29 @@ ORDER = [
 
 @pytest.mark.parametrize(("name", "threads", "kind", "also", "told"), ORDER, ids=[row[0] for row in ORDER])
 def test_order_fault(load: Load, name: str, threads: int, kind: str, also: list[str], told: list[str]) -> None:
-    module = load("order")
+    module, grid = load("order"), (2 if name == "two_blocks" else 1, 1, 1)
     for seed in SEEDS:
-        launch(module, f"{name}_right", threads=threads, seed=seed, elements=128)
+        launch(module, f"{name}_right", threads=threads, seed=seed, grid=grid, elements=128)
 
     def run(seed: int) -> Floats:
-        return launch(module, f"{name}_wrong", threads=threads, seed=seed, elements=128)
+        return launch(module, f"{name}_wrong", threads=threads, seed=seed, grid=grid, elements=128)
 
     fault = fault_of(run, kind, also=also)
     assert all(text in str(fault) for text in told), str(fault)
-    if name in ("warp_order", "half_words", "elected_wait", "init_fence", "mbarrier_bytes", "unpublished_init"):
+    if name in (
+        "two_blocks",
+        "warp_order",
+        "half_words",
+        "elected_wait",
+        "init_fence",
+        "mbarrier_bytes",
+        "unpublished_init",
+    ):
         assert fault.source_line == fault_line("order", name)
     if kind == "race" and name != "unpublished_init":
-        assert len(set(re.findall(r"order\.cu:\d+", str(fault)))) == (1 if name == "half_words" else 2), str(fault)
+        assert len(set(re.findall(r"order\.cu:\d+", str(fault)))) == (
+            1 if name in ("half_words", "two_blocks") else 2
+        ), str(fault)
 
 
 COLLECTIVES = [

@@ -100,7 +100,8 @@ KGEN_DEVICE void ldmatrix_align(const Params& params) {
   matrix.store_as(4 * thread_index(), uint4v{0, 0, 0, 0});
   warp_sync();
   uint32_t r[4];
-  ldmatrix_x4(r, matrix.address(4 * thread_index()) + (kWrong && thread_index() == 5 ? 8 : 0));  // fault: ldmatrix_align
+  const int shift = kWrong && thread_index() == 5 ? 8 : 0;
+  ldmatrix_x4(r, matrix.address(4 * thread_index()) + shift);  // fault: ldmatrix_align
   params.out.store(thread_index(), static_cast<float>(r[0]));
 }
 KGEN_KERNEL(ldmatrix_align_right, 32, 1, Params, params) { ldmatrix_align<false>(params); }

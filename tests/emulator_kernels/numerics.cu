@@ -20,7 +20,8 @@ KGEN_DEVICE void product(const ProductParams& params) {
   for (int k = 0; k < params.depth; k += 16) {
     for (int i = lane; i < 256; i += 32) a.store(i, params.a.load(i / 16 * params.depth + k + i % 16));
     for (int i = lane; i < 128; i += 32) {
-      b.store(i, kTranspose ? params.b.load((k + i / 8) * 8 + i % 8) : params.b.load(i / 16 * params.depth + k + i % 16));
+      const int place = kTranspose ? (k + i / 8) * 8 + i % 8 : i / 16 * params.depth + k + i % 16;
+      b.store(i, params.b.load(place));
       b.store(128 + i, bf16{0});
     }
     warp_sync();

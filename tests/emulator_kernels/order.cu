@@ -62,6 +62,28 @@ KGEN_DEVICE void named_pair(const Params& params) {
 KGEN_KERNEL(named_pair_right, 128, 1, Params, params) { named_pair<false>(params); }
 KGEN_KERNEL(named_pair_wrong, 128, 1, Params, params) { named_pair<true>(params); }
 
+// Two blocks write one element of global memory.
+template <bool kWrong>
+KGEN_DEVICE void two_blocks(const Params& params) {
+  params.out.store(block_index_x() * (kWrong ? 31 : 32) + thread_index(), 1.0f);  // fault: two_blocks
+}
+KGEN_KERNEL(two_blocks_right, 32, 1, Params, params) { two_blocks<false>(params); }
+KGEN_KERNEL(two_blocks_wrong, 32, 1, Params, params) { two_blocks<true>(params); }
+
+// Threads of one block exchange through global memory.
+template <bool kWrong>
+KGEN_DEVICE void through_global(const Params& params) {
+  const int t = thread_index();
+  params.out.store(t, 1.0f);
+  if (kWrong)
+    warp_sync();
+  else
+    block_sync();
+  if (t >= 32) params.out.store(t + 32, params.out.load(t - 32));
+}
+KGEN_KERNEL(through_global_right, 64, 1, Params, params) { through_global<false>(params); }
+KGEN_KERNEL(through_global_wrong, 64, 1, Params, params) { through_global<true>(params); }
+
 // Neighbouring threads write the two halves of one word: no conflict, unless the halves overlap.
 template <bool kWrong>
 KGEN_DEVICE void half_words(const Params& params) {

@@ -110,8 +110,8 @@ inline void Machine::take_arrival(Mbarrier& barrier, const char* primitive, Loca
 inline void Machine::arrive(Mbarrier& barrier, int64_t transactions, const char* primitive, Location where) {
   const int index = static_cast<int>(&barrier - mbarriers.data());
   if (transactions < 0 || transactions >= 1 << 20)
-    fault("mbarrier_misuse", where, "expect from 0 to 2^20 - 1 bytes", "an mbarrier was told to expect impossible bytes",
-          "%lld bytes", static_cast<long long>(transactions));
+    fault("mbarrier_misuse", where, "expect from 0 to 2^20 - 1 bytes",
+          "an mbarrier was told to expect impossible bytes", "%lld bytes", static_cast<long long>(transactions));
   take_arrival(barrier, primitive, where);
   barrier.transactions += transactions;
   clocks.join(clocks.arrived_row(index), thread);
@@ -129,7 +129,8 @@ inline void Machine::complete_phase_if_due(int index) {
   // Copies that this phase did not wait for stay unpublished.
   for (PendingCopy& copy : in_flight) {
     if (copy.mbarrier != index || copy.epoch > epoch) continue;
-    for (const CopyPart& part : copy.parts) shadow.relabel(part.offset, part.bytes, party, copy.epoch, party, epoch + 1);
+    for (const CopyPart& part : copy.parts)
+      shadow.relabel(part.offset, part.bytes, party, copy.epoch, party, epoch + 1);
     copy.epoch = epoch + 1;
     barrier.copies_phase = epoch + 1;
   }
@@ -149,8 +150,8 @@ inline void Machine::complete_phase_if_due(int index) {
 inline void Machine::wait_mbarrier(Mbarrier& barrier, int parity, Location where) {
   const int index = static_cast<int>(&barrier - mbarriers.data());
   if (parity != 0 && parity != 1)
-    fault("mbarrier_misuse", where, "give the lowest bit of the phase number", "mbarrier_wait with an impossible parity",
-          "parity %d", parity);
+    fault("mbarrier_misuse", where, "give the lowest bit of the phase number",
+          "mbarrier_wait with an impossible parity", "parity %d", parity);
   if ((barrier.phase & 1) == parity) {
     park(Wait::kMbarrier, "mbarrier_wait", where, index, parity);
     return;

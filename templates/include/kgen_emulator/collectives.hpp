@@ -116,5 +116,21 @@ inline void execute_warp_sync(Machine& m) {
   }
 }
 
+// Every lane gets the value of the lane it names; `detail` is what the lanes must agree on.
+template <typename T>
+T exchange(const char* primitive, T value, int source_lane, int detail, Location where) {
+  Machine& m = *machine;
+  ShuffleOperand<T> mine{value, source_lane & (kWarp - 1), value};
+  if (m.gather(primitive, detail, where, &mine)) {
+    const Warp& warp = m.warp();
+    for (const void* operand : warp.operands) {
+      auto* to = static_cast<ShuffleOperand<T>*>(const_cast<void*>(operand));
+      to->result = static_cast<const ShuffleOperand<T>*>(warp.operands[to->source_lane])->value;
+    }
+    m.release();
+  }
+  return mine.result;
+}
+
 }  // namespace emulator
 }  // namespace kgen

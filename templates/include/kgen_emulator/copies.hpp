@@ -88,12 +88,13 @@ inline void Machine::check_nothing_in_flight() {
   const char* wrong = "the block ended and nobody had waited for an asynchronous copy";
   for (size_t t = 0; t < untracked.size(); ++t)
     if (!untracked[t].empty())
-      fault("missing_wait", untracked[t].front().where, remedy, wrong, "cp_async_16 by thread %zu, without cp_async_arrive",
-            t);
+      fault("missing_wait", untracked[t].front().where, remedy, wrong,
+            "cp_async_16 by thread %zu, without cp_async_arrive", t);
   for (const PendingCopy& copy : in_flight)
     if (!copy.parts.empty())
-      fault("missing_wait", copy.where, remedy, wrong, "copy issued by thread %d, tracked by the mbarrier at shared address %u",
-            copy.thread, mbarriers[static_cast<size_t>(copy.mbarrier)].offset + kSharedBase);
+      fault("missing_wait", copy.where, remedy, wrong,
+            "copy issued by thread %d, tracked by the mbarrier at shared address %u", copy.thread,
+            mbarriers[static_cast<size_t>(copy.mbarrier)].offset + kSharedBase);
   for (const Mbarrier& barrier : mbarriers)
     if (barrier.copies_phase > barrier.observed_phase)
       fault("missing_wait", barrier.where, remedy, wrong, "phase %d of the mbarrier at shared address %u",

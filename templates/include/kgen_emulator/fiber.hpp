@@ -30,7 +30,8 @@ class Fibers {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     count_ = count;
     stride_ = kStackBytes + page;
-    memory_ = mmap(nullptr, count_ * stride_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    memory_ = mmap(nullptr, count_ * stride_, PROT_READ | PROT_WRITE, kind, -1, 0);
     if (memory_ == MAP_FAILED) return false;
     for (size_t i = 0; i < count_; ++i)
       if (mprotect(static_cast<char*>(memory_) + i * stride_, page, PROT_NONE) != 0) return false;

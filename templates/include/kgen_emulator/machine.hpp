@@ -11,6 +11,7 @@
 
 #include "clocks.hpp"
 #include "fiber.hpp"
+#include "global_shadow.hpp"
 #include "launch.hpp"
 #include "shadow.hpp"
 
@@ -158,8 +159,11 @@ class Machine {
   void check_nothing_in_flight();
 
   // memory.hpp
-  const BufferSpan& check_global(uint64_t address, uint64_t bytes, uint32_t alignment, bool write, const char* what,
-                                 Location where);
+  void check_global(uint64_t address, uint64_t bytes, uint32_t alignment, bool write, const char* what, Location where);
+  const BufferSpan& find_buffer(uint64_t address, uint64_t bytes, const char* what, Location where);
+  void check_written(const BufferSpan& buffer, uint64_t offset, uint64_t bytes, bool write, const char* what,
+                     Location where);
+  void check_global_order(const BufferSpan& buffer, uint64_t offset, uint64_t bytes, bool write, Location where);
   void check_shared_range(uint32_t offset, uint32_t bytes, uint32_t alignment, const char* what, Location where);
   void touch_shared(uint32_t offset, uint32_t bytes, bool write, Location where);
   void touch_shared_as(uint32_t offset, uint32_t bytes, Access access, bool lands, const char* what, Location where);
@@ -173,6 +177,7 @@ class Machine {
   Random random;
   Clocks clocks;
   Shadow shadow;
+  std::vector<GlobalShadow> global_shadows;  // one a buffer, empty where it is read-only
   LocationTable locations;
   std::vector<Thread> threads;
   std::vector<Warp> warps;

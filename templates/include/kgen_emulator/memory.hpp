@@ -6,59 +6,81 @@
 namespace kgen {
 namespace emulator {
 
-inline const BufferSpan& Machine::check_global(uint64_t address, uint64_t bytes, uint32_t alignment, bool write,
-                                               const char* what, Location where) {
-  count_access(where);
-  const BufferSpan* found = nullptr;
+inline const BufferSpan& Machine::find_buffer(uint64_t address, uint64_t bytes, const char* what, Location where) {
   const BufferSpan* nearest = nullptr;
   uint64_t nearest_distance = UINT64_MAX;
   for (int i = 0; i < launch.buffer_count; ++i) {
     const BufferSpan& each = launch.buffers[i];
-    if (address >= each.address && address - each.address < each.size_bytes &&
-        bytes <= each.size_bytes - (address - each.address)) {
-      found = &each;
-      break;
-    }
-    const uint64_t distance = address < each.address ? each.address - address : address - each.address - each.size_bytes;
     const bool inside = address >= each.address && address - each.address < each.size_bytes;
+    if (inside && bytes <= each.size_bytes - (address - each.address)) return each;
+    const uint64_t end = each.address + each.size_bytes;
+    const uint64_t distance = address < each.address ? each.address - address : address - end;
     if (inside || distance < nearest_distance) {
       nearest_distance = inside ? 0 : distance;
       nearest = &each;
     }
   }
-  if (found == nullptr) {
-    if (nearest == nullptr)
-      fault("out_of_bounds", where, "pass the buffer to the launch", "global memory access outside every buffer",
-            "%s of %llu bytes at 0x%llx; the launch has no buffers", what, static_cast<unsigned long long>(bytes),
-            static_cast<unsigned long long>(address));
-    fault("out_of_bounds", where, "check the index and the buffer's size",
-          "global memory access outside every buffer",
-          "%s of %llu bytes at 0x%llx, byte offset %lld of the nearest buffer '%s' (%llu bytes)", what,
-          static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(address),
-          static_cast<long long>(address - nearest->address), nearest->name,
-          static_cast<unsigned long long>(nearest->size_bytes));
-  }
+  const char* wrong = "global memory access outside every buffer";
+  if (nearest == nullptr)
+    fault("out_of_bounds", where, "pass the buffer to the launch", wrong,
+          "%s of %llu bytes at 0x%llx; the launch has no buffers", what, static_cast<unsigned long long>(bytes),
+          static_cast<unsigned long long>(address));
+  fault("out_of_bounds", where, "check the index and the buffer's size", wrong,
+        "%s of %llu bytes at 0x%llx, byte offset %lld of the nearest buffer '%s' (%llu bytes)", what,
+        static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(address),
+        static_cast<long long>(address - nearest->address), nearest->name,
+        static_cast<unsigned long long>(nearest->size_bytes));
+}
+
+inline void Machine::check_global(uint64_t address, uint64_t bytes, uint32_t alignment, bool write, const char* what,
+                                  Location where) {
+  count_access(where);
+  const BufferSpan& buffer = find_buffer(address, bytes, what, where);
+  const uint64_t offset = address - buffer.address;
   if (address % alignment != 0)
     fault("misaligned", where, "align the element index and the buffer", "misaligned global memory access",
           "%s of %llu bytes at byte offset %llu of buffer '%s' (0x%llx) needs %u-byte alignment", what,
-          static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(address - found->address), found->name,
+          static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(offset), buffer.name,
           static_cast<unsigned long long>(address), alignment);
-  if (write && found->writable == 0)
+  if (write && buffer.writable == 0)
     fault("read_only_write", where, "declare the buffer writable, or do not write it", "write to a read-only buffer",
           "%s of %llu bytes at byte offset %llu of buffer '%s'", what, static_cast<unsigned long long>(bytes),
-          static_cast<unsigned long long>(address - found->address), found->name);
-  if (found->written != nullptr) {
-    uint8_t* flags = found->written + (address - found->address);
-    if (write) {
-      std::memset(flags, 1, bytes);
-    } else if (std::memchr(flags, 0, bytes) != nullptr) {
-      fault("unwritten_global_read", where, "write it first, in this launch or an earlier one",
-            "read of global memory that no launch wrote", "%s of %llu bytes at byte offset %llu of buffer '%s'", what,
-            static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(address - found->address),
-            found->name);
-    }
-  }
-  return *found;
+          static_cast<unsigned long long>(offset), buffer.name);
+  if (buffer.writable != 0) check_global_order(buffer, offset, bytes, write, where);
+  if (buffer.written != nullptr) check_written(buffer, offset, bytes, write, what, where);
+}
+
+inline void Machine::check_written(const BufferSpan& buffer, uint64_t offset, uint64_t bytes, bool write,
+                                   const char* what, Location where) {
+  uint8_t* flags = buffer.written + offset;
+  if (write)
+    std::memset(flags, 1, bytes);
+  else if (std::memchr(flags, 0, bytes) != nullptr)
+    fault("unwritten_global_read", where, "write it first, in this launch or an earlier one",
+          "read of global memory that no launch wrote", "%s of %llu bytes at byte offset %llu of buffer '%s'", what,
+          static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(offset), buffer.name);
+}
+
+inline void Machine::check_global_order(const BufferSpan& buffer, uint64_t offset, uint64_t bytes, bool write,
+                                        Location where) {
+  const uint32_t columns = static_cast<uint32_t>(launch.grid[0]), rows = static_cast<uint32_t>(launch.grid[1]);
+  const uint32_t index = (static_cast<uint32_t>(block[2]) * rows + static_cast<uint32_t>(block[1])) * columns +
+                         static_cast<uint32_t>(block[0]);
+  const Access access = Access::make(clocks.epoch(thread), thread, write, locations.id(where));
+  GlobalAccess other;
+  uint64_t at;
+  GlobalShadow& writers = global_shadows[static_cast<size_t>(&buffer - launch.buffers)];
+  if (writers.touch(offset, bytes, GlobalAccess{index + 1, access}, clocks.row(thread), &other, &at)) return;
+  const uint32_t there = other.block - 1;
+  const Location place = locations[other.access.location()];
+  fault("race", where,
+        other.block == index + 1 ? "order them with a barrier" : "let one block write it, or split the kernel in two",
+        "race on global memory",
+        "byte offset %llu of buffer '%s' is %s, and block (%u, %u, %u) thread %d %s it at %s:%d; nothing orders "
+        "the two",
+        static_cast<unsigned long long>(at), buffer.name, write ? "written" : "read", there % columns,
+        there / columns % rows, there / columns / rows, other.access.party(),
+        other.access.write() ? "writes" : "reads", place.file, place.line);
 }
 
 inline uint32_t Machine::shared_offset(uint32_t address, uint32_t bytes, const char* what, Location where) {
@@ -88,8 +110,8 @@ inline void Machine::check_shared_range(uint32_t offset, uint32_t bytes, uint32_
     return;
   }
   fault("out_of_bounds", where, "keep the range inside one shared_array",
-        "shared memory access that no shared_array of this block holds", "%s of %u bytes at shared byte offset %u", what,
-        bytes, offset);
+        "shared memory access that no shared_array of this block holds",
+        "%s of %u bytes at shared byte offset %u", what, bytes, offset);
 }
 
 inline void Machine::touch_shared(uint32_t offset, uint32_t bytes, bool write, Location where) {
@@ -112,7 +134,8 @@ inline void Machine::touch_shared_as(uint32_t offset, uint32_t bytes, Access acc
 // those bytes, that race is the better report.
 inline void Machine::suspend_reader(uint32_t offset, uint32_t bytes, uint32_t at, Location where) {
   if (!suspended) {
-    begin_report("unwritten_shared_read", where, actor(), "write it first, and check the range that the kernel fills",
+    begin_report("unwritten_shared_read", where, actor(),
+                 "write it first or wait for whoever does, and check the range that is filled",
                  "read of shared memory that nothing wrote");
     report.add_seen("%u bytes at shared byte offset %u; byte %u was never written", bytes, offset, at);
     suspended = true;
@@ -127,14 +150,17 @@ inline void Machine::report_conflict(uint32_t at, Access other, const char* what
   const Location there = locations[other.location()];
   if (other.party() == clocks.object_party())
     fault("mbarrier_misuse", where, "keep mbarriers apart from data", "an mbarrier is accessed as data",
-          "shared byte offset %u %s, and the mbarrier there was initialised at %s:%d", at, what, there.file, there.line);
+          "shared byte offset %u %s, and the mbarrier there was initialised at %s:%d", at, what, there.file,
+          there.line);
   if (other.party() >= launch.threads)
     fault("missing_wait", where, "wait on the mbarrier phase that tracks the copy, in this thread or before a barrier",
           "shared memory is used while an asynchronous copy may still write it",
-          "shared byte offset %u %s, and nothing waited for the copy issued at %s:%d", at, what, there.file, there.line);
+          "shared byte offset %u %s, and nothing waited for the copy issued at %s:%d", at, what, there.file,
+          there.line);
   fault("race", where, "order them with a barrier, an mbarrier or (within one warp) warp_sync",
-        "race on shared memory", "shared byte offset %u %s, and thread %d (warp %d, lane %d) %s it at %s:%d; nothing orders the two",
-        at, what, other.party(), other.party() / kWarp, other.party() % kWarp, other.write() ? "writes" : "reads",
+        "race on shared memory",
+        "shared byte offset %u %s, and thread %d (warp %d, lane %d) %s it at %s:%d; nothing orders the two", at, what,
+        other.party(), other.party() / kWarp, other.party() % kWarp, other.write() ? "writes" : "reads",
         there.file, there.line);
 }
 

@@ -7,7 +7,9 @@
 //
 // What is modelled and checked:
 //  * Global memory: each access lies in one buffer of the launch, is aligned, and writes only writable buffers;
-//    a buffer may ask for a report when bytes are read before they were written.
+//    a buffer may ask for a report when bytes are read before they were written. In one launch, no block reads or
+//    writes what another writes, and within a block a barrier orders those that share; of each word the last write
+//    and the last read are kept, so a reported race is one, and a few go unseen.
 //  * Shared memory: starts as NaN; each access lies in a declared shared_array and reads only written bytes.
 //  * Order: vector clocks a thread. Two conflicting accesses to shared memory that no barrier, mbarrier phase or
 //    (within a warp) warp_sync orders are a race, whether or not this run shows it. Shuffles, votes, mma and
@@ -20,7 +22,7 @@
 //    have not exited.
 //  * bf16 mma: exact products, fp32 sums in order of k (hardware adds in an order of its own).
 //
-// What is not modelled: races on global memory, proxy fences, registers read before they are written, register
+// What is not modelled: proxy fences, registers read before they are written, register
 // array bounds (use -fsanitize=bounds), launch limits of a device, and time. exp2 and log2 are those of the host.
 // A loop without a primitive in it is not interrupted; one with a primitive ends at the step limit.
 #pragma once
@@ -57,7 +59,8 @@ namespace emulator {
 
 // Where a launch itself is wrong, before any thread runs.
 inline const char* launch_problem(const Launch& launch, int max_threads, size_t params_bytes) {
-  if (static_cast<size_t>(launch.params_bytes) != params_bytes) return "the parameter bytes are not the kernel's struct";
+  if (static_cast<size_t>(launch.params_bytes) != params_bytes)
+    return "the parameter bytes are not the kernel's struct";
   if (launch.threads < kWarp || launch.threads % kWarp != 0 || launch.threads > 1024)
     return "threads must be a multiple of 32 up to 1024";
   if (launch.threads > max_threads) return "more threads than the kernel was compiled for";
@@ -127,7 +130,9 @@ KGEN_DEVICE uint32_t pack_bf16x2(float low, float high) {
 KGEN_DEVICE bf16 to_bf16(float value) { return {static_cast<uint16_t>(round_to_bf16_bits(value))}; }
 KGEN_DEVICE float maximum(float a, float b) { return __builtin_fmaxf(a, b); }
 // .ftz: subnormal operands and results are zero.
-KGEN_DEVICE float flush_subnormal(float x) { return __builtin_fabsf(x) < 1.17549435e-38f ? __builtin_copysignf(0.0f, x) : x; }
+KGEN_DEVICE float flush_subnormal(float x) {
+  return __builtin_fabsf(x) < 1.17549435e-38f ? __builtin_copysignf(0.0f, x) : x;
+}
 KGEN_DEVICE float exp2_approx(float x) { return flush_subnormal(__builtin_exp2f(flush_subnormal(x))); }
 KGEN_DEVICE float log2_approx(float x) { return __builtin_log2f(flush_subnormal(x)); }
 KGEN_DEVICE float infinity() { return emulator::float_of_bits(0x7f800000u); }
@@ -187,8 +192,8 @@ struct Shared {
   [[noreturn]] void outside(int i, size_t bytes, Location where) const {
     emulator::machine->fault("out_of_bounds", where, "check the index and the count given to shared_array",
                              "shared array index out of bounds",
-                             "element %d (%zu bytes) of an array of %d elements of %zu bytes at shared byte offset %u", i,
-                             bytes, count, sizeof(T), offset);
+                             "element %d (%zu bytes) of an array of %d elements of %zu bytes at shared byte offset %u",
+                             i, bytes, count, sizeof(T), offset);
   }
   uint32_t access(int i, size_t bytes, size_t alignment, bool write, Location where) const {
     if (i < 0 || i >= count || bytes > static_cast<size_t>(count - i) * sizeof(T)) outside(i, bytes, where);
@@ -210,7 +215,8 @@ KGEN_DEVICE Shared<T> shared_array(int byte_offset, int count, Location where = 
   if (byte_offset < 0 || count < 0 || end > m.launch.shared_bytes)
     m.fault("out_of_bounds", where, "compare the kernel's shared layout with the launch's shared bytes",
             "a shared array does not fit in the block's dynamic shared memory",
-            "bytes %d to %lld, and the launch gives %d", byte_offset, static_cast<long long>(end), m.launch.shared_bytes);
+            "bytes %d to %lld, and the launch gives %d", byte_offset, static_cast<long long>(end),
+            m.launch.shared_bytes);
   if (static_cast<size_t>(byte_offset) % alignof(T) != 0)
     m.fault("misaligned", where, "align the array's byte offset", "misaligned shared array",
             "byte offset %d of elements with %zu-byte alignment", byte_offset, alignof(T));
@@ -233,26 +239,6 @@ KGEN_DEVICE void warp_sync(Location where = Location::current()) {
   emulator::execute_warp_sync(m);
   m.release();
 }
-namespace emulator {
-
-// Every lane gets the value of the lane it names; `detail` is what the lanes must agree on.
-template <typename T>
-T exchange(const char* primitive, T value, int source_lane, int detail, Location where) {
-  Machine& m = *machine;
-  ShuffleOperand<T> mine{value, source_lane & (kWarp - 1), value};
-  if (m.gather(primitive, detail, where, &mine)) {
-    const Warp& warp = m.warp();
-    for (const void* operand : warp.operands) {
-      auto* to = static_cast<ShuffleOperand<T>*>(const_cast<void*>(operand));
-      to->result = static_cast<const ShuffleOperand<T>*>(warp.operands[to->source_lane])->value;
-    }
-    m.release();
-  }
-  return mine.result;
-}
-
-}  // namespace emulator
-
 KGEN_DEVICE float shuffle_xor(float value, int lane_mask, Location where = Location::current()) {
   return emulator::exchange("shuffle_xor", value, (thread_index() % emulator::kWarp) ^ lane_mask, lane_mask, where);
 }

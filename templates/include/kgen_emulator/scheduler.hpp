@@ -17,6 +17,9 @@ inline bool Machine::prepare() {
   shared_storage.resize(static_cast<size_t>(launch.shared_bytes) + 128);
   const uintptr_t start = reinterpret_cast<uintptr_t>(shared_storage.data());
   shared = shared_storage.data() + ((128 - start % 128) % 128);
+  global_shadows.resize(static_cast<size_t>(launch.buffer_count));
+  for (size_t i = 0; i < global_shadows.size(); ++i)
+    if (launch.buffers[i].writable != 0) global_shadows[i].allocate(launch.buffers[i].size_bytes);
   for (size_t i = 0; i < count; ++i) {
     thread = static_cast<int>(i);
     fibers_.create(i, &Machine::fiber_main);

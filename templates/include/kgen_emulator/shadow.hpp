@@ -38,6 +38,14 @@ struct Granule {
 
 enum class AccessResult { kFine, kConflict, kUnwritten };
 
+// The bytes of [begin, end) among the four from `base`, as bits.
+inline uint32_t byte_mask(uint64_t base, uint64_t begin, uint64_t end) {
+  uint32_t mask = 0xf;
+  if (base < begin) mask &= 0xfu << (begin - base);
+  if (base + 4 > end) mask &= 0xfu >> (base + 4 - end);
+  return mask & 0xf;
+}
+
 class Shadow {
  public:
   static constexpr uint32_t kGranuleBytes = 4;
@@ -81,12 +89,6 @@ class Shadow {
   }
 
  private:
-  static uint32_t byte_mask(uint32_t base, uint32_t begin, uint32_t end) {
-    uint32_t mask = 0xf;
-    if (base < begin) mask &= 0xfu << (begin - base);
-    if (base + kGranuleBytes > end) mask &= 0xfu >> (base + kGranuleBytes - end);
-    return mask & 0xf;
-  }
   // False on a conflict. Entries that happened before `access` and are covered by it are dropped: whoever
   // is ordered after `access` is ordered after them.
   bool record(Granule& cell, Access access, const int32_t* known, Access* other) {
