@@ -65,7 +65,7 @@ def invented_pack(layouts: Mapping[str, PackedLayout] | None = None) -> Pack:
         files[source_path(source)] = f"// {name}\n".encode()
         cubins = {}
         for arch in ARCHS:
-            data = files[cubin_path(arch, source)] = f"{arch} {name}".encode()
+            data = files[cubin_path(arch, source)] = f"{name}_kernel {arch}".encode()
             cubins[arch] = PackedCubin(
                 hashlib.sha256(data).hexdigest(), 1, {f"{name}_kernel": PackedResources(128, 0, 0)}
             )

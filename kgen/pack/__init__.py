@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kgen.pack.emit import EmitReport, emit, freeze, pack_from_database, select
+from kgen.pack.assemble import EmitReport, emit, freeze, pack_from_database, select
 from kgen.pack.verify import VerifyReport, stale_reasons, verify_pack
 from kgen.pack.writer import write_pack
 

@@ -11,7 +11,7 @@ from kgen.build import build
 from kgen.db import TuningDatabase
 from kgen.errors import KgenError, PackError
 from kgen.family import find_family
-from kgen.pack.emit import COMPILE_LIMIT_S, select
+from kgen.pack.assemble import COMPILE_LIMIT_S, select
 from kgen.pack.writer import foreign_files
 from kgen.render import Source, render
 from kgen.resources import find_spec

@@ -1,6 +1,6 @@
 """What a serving process uses: load a frozen pack, prepare a family for a layout and a device, call it on tensors.
 
-Needs numpy, and torch to prepare and call; none of kgen's build-time dependencies.
+Reading and dispatching need the standard library only; preparing and calling need numpy and torch.
 """
 
 from __future__ import annotations

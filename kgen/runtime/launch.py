@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kgen.errors import InputError, PackError
-from kgen.family import Family, Launch, find_family
 from kgen.runtime.backends import Backend, CudaBackend, EmulatorBackend
 from kgen.runtime.binding import Binding, Point
 from kgen.runtime.dispatch import Dispatcher, Explanation, Match, Table, arch_capability
@@ -19,6 +18,9 @@ from kgen.runtime.manifest import Value
 from kgen.runtime.pack_reader import Pack
 from kgen.runtime.tensors import Region, TensorChecker
 from kgen.runtime.verify_mla import VerifyMlaBinding
+
+if TYPE_CHECKING:
+    from kgen.family import Family, Launch
 
 BINDINGS = {"verify_mla": VerifyMlaBinding}
 DTYPES = ("bfloat16", "float32", "int32", "int64")
@@ -154,6 +156,8 @@ def prepare(
     BuildError or InputError.
     """
     import torch
+
+    from kgen.family import find_family
 
     if pack.manifest.family != family or family not in BINDINGS:
         raise PackError(pack.where, f"is no pack of {family}", seen=f"it holds {pack.manifest.family}")
