@@ -16,7 +16,8 @@ import typer
 
 import kgen.cli
 from kgen.cli import app, console, main
-from kgen.errors import KgenError
+from kgen.cli.options import first_gpu
+from kgen.errors import DeviceError, KgenError
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
@@ -164,12 +165,13 @@ def test_a_mistake_is_one_line_and_an_exit_code(
     assert says.format(**names) in line
 
 
-def test_gpu_commands_say_that_there_is_no_gpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from kgen.errors import DeviceError
+def test_a_gpu_command_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver(ordinal: int) -> None:
+        raise DeviceError("CUDA driver", "not found")
 
-    with pytest.raises(DeviceError):
-        kgen.cli.subjects._first_gpu()
-    assert capfd.readouterr().out == ""
+    monkeypatch.setattr("kgen.device.Device.open", no_driver)
+    with pytest.raises(DeviceError, match=r"^GPU: this needs one and none is usable, CUDA driver: not found; see kgen"):
+        first_gpu()
 
 
 def _raise(error: BaseException) -> Any:

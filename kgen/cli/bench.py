@@ -18,6 +18,7 @@ from kgen.cli.options import (
     NodesFlag,
     PrefixFlag,
     SpecFlag,
+    first_gpu,
     load,
     point,
     shipped_pack,
@@ -98,14 +99,9 @@ def _points(spec: Spec, fixed: Mapping[str, int]) -> list[Mapping[str, int]]:
 
 
 def _evaluator(spec: Spec) -> DeviceEvaluator:
-    from kgen.device import Device
     from kgen.measure import DeviceEvaluator
 
-    device = Device.open(0)
-    try:
-        capability = device.compute_capability
-    finally:
-        device.close()
+    capability, _ = first_gpu()
     for target in spec.targets.values():
         if target.compute_capability == capability:
             return DeviceEvaluator(target)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kgen.errors import InputError
+from kgen.errors import DeviceError, InputError
 from kgen.resources import GENERATED, ROOT, TUNING_DB, find_spec
 
 if TYPE_CHECKING:
@@ -136,3 +136,18 @@ def shipped_pack(family: str) -> Path:
 def own_pack(family: str) -> Path:
     """Where `kgen emit` writes by default: git ignores it in a checkout."""
     return Path("generated") / "packs" / family
+
+
+def first_gpu() -> tuple[tuple[int, int], int]:
+    """Compute capability and SMs of the first GPU; DeviceError that says so plainly where none is usable."""
+    from kgen.device import Device
+
+    try:
+        device = Device.open(0)
+    except DeviceError as error:
+        remedy = "see kgen doctor; without a GPU, kgen check runs kernels in the emulator"
+        raise DeviceError("GPU", "this needs one and none is usable", seen=str(error), remedy=remedy) from None
+    try:
+        return device.compute_capability, device.sms
+    finally:
+        device.close()

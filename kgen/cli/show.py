@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kgen.db import TuningDatabase
     from kgen.db.winners import Winner
     from kgen.records import TrialRecord
+    from kgen.spec import Spec
 
 app = typer.Typer(no_args_is_help=True, help="Show what the database and the spaces hold.")
 
@@ -61,7 +62,7 @@ def winners(
     if json:
         write_json({"target": target, "winners": found})
         return
-    print_winners(found, loaded.family.axes, lambda winner: loaded.family.label(winner.candidate))
+    _print_winners(found, loaded)
     if not found:
         typer.echo(f"no winners for {target} yet; run: kgen tune --spec {spec} --target {target}")
 
@@ -168,17 +169,16 @@ def _trial_row(record: TrialRecord) -> Sequence[object]:
             record.evidence, *numbers, record.reason.partition("\n")[0] or "-")  # fmt: skip
 
 
-def print_winners(found: Sequence[Winner], axes: Sequence[str], label: Callable[[Winner], str]) -> None:
-    """The table of winners that `kgen tune` ends in."""
+def _print_winners(found: Sequence[Winner], spec: Spec) -> None:
     rows = [
         (
             winner.layout_name,
-            *(winner.point[axis] for axis in axes),
-            label(winner),
+            *(winner.point[axis] for axis in spec.family.axes),
+            spec.family.label(winner.candidate),
             f"{winner.time_us:.1f}",
             winner.evidence,
             winner.checked_on or "no",
         )
         for winner in found
     ]
-    write_table(["layout", *axes, "variant", "time (us)", "evidence", "checked on"], rows)
+    write_table(["layout", *spec.family.axes, "variant", "time (us)", "evidence", "proven on"], rows)

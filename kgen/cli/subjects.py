@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kgen.cli.console import progress
-from kgen.cli.options import cache_dir, settings
+from kgen.cli.options import cache_dir, first_gpu, settings
 from kgen.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def from_pack(spec: Spec, path: Path, names: Sequence[str], target: str, device:
     pack = load_pack(path)
     dispatcher = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where)
     if device == "cuda":
-        target = dispatcher.target(*_first_gpu())
+        target = dispatcher.target(*first_gpu())
     elif target not in pack.manifest.dispatch:
         held = ", ".join(pack.manifest.dispatch)
         raise InputError("--target", f"{pack.where} has no such target", seen=repr(target), remedy=f"known: {held}")
@@ -81,16 +81,6 @@ def _source_of(pack: Pack, name: str) -> Source:
     packed, text = pack.manifest.sources[name], pack.source_text(name)
     entries = tuple(kernel.entry for kernel in packed.kernels)
     return Source(pack.manifest.family, name, text, text, packed.sha256, entries)
-
-
-def _first_gpu() -> tuple[tuple[int, int], int]:
-    from kgen.device import Device
-
-    device = Device.open(0)
-    try:
-        return device.compute_capability, device.sms
-    finally:
-        device.close()
 
 
 def run_checks(spec: Spec, subjects: Sequence[Subject], device: str, jobs: int) -> list[Verdict]:

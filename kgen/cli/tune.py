@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kgen.cli.console import JsonFlag
+from kgen.cli.console import Advance, JsonFlag, note, progress, write_json, write_table
 from kgen.cli.options import (
     DEFAULT_SPEC,
     DEFAULT_TARGET,
@@ -15,7 +15,44 @@ from kgen.cli.options import (
     LayoutsFlag,
     SpecFlag,
     TargetFlag,
+    cache_dir,
+    database_url,
+    load,
+    seconds,
 )
+
+if TYPE_CHECKING:
+    from kgen.records import TrialRecord
+    from kgen.spec import Spec
+    from kgen.tune import TuneReport
+
+INTERRUPTED = 130
+
+
+class ProgressListener:
+    """Turns what a run says into progress on stderr."""
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance, self._done, self._total, self._phase = advance, 0, 0, ""
+
+    def started(self, total: int, evaluator: str, why: str) -> None:
+        """How many trials there will be, and what judges them."""
+        self._total = total
+        note(f"evaluator: {evaluator} ({why})")
+
+    def phase(self, name: str) -> None:
+        """What is done from now on."""
+        self._phase = name
+        self._advance(self._done, self._total, name)
+        note(name)
+
+    def trial_done(self, record: TrialRecord) -> None:
+        """One more trial."""
+        self._done += 1
+        self._advance(self._done, self._total, self._phase)
+
+    def finished(self, report: TuneReport) -> None:
+        """The run is over."""
 
 
 def tune(
@@ -55,3 +92,58 @@ def tune(
 
     Trials go to --db; the table of winners goes to stdout.
     """
+    from kgen.tune import TuneOptions
+    from kgen.tune import tune as run
+
+    loaded = load(spec)
+    url = database_url(db)
+    options = TuneOptions(
+        spec=loaded,
+        target=target,
+        db=url,
+        cache_dir=cache_dir(),
+        envelope=envelope,
+        layouts=layout,
+        trials=trials,
+        time_budget_s=seconds("--time-budget", time_budget),
+        seed=seed,
+        jobs=jobs,
+        evaluator=evaluator,
+    )
+    with progress("trials") as advance:
+        report = run(options, ProgressListener(advance))
+    if json:
+        write_json(report.as_json())
+    else:
+        _print(loaded, report, url)
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if not report.winners:
+        raise typer.Exit(1)
+
+
+def _print(spec: Spec, report: TuneReport, url: str) -> None:
+    points = [dict(item.point) for item in spec.workload.points]
+    rows = [
+        (
+            winner.layout_name,
+            *(winner.point[axis] for axis in spec.family.axes),
+            spec.family.label(winner.candidate),
+            f"{winner.time_us:.1f}",
+            f"{winner.time_us / report.floors_us[winner.layout_name][points.index(dict(winner.point))]:.1f}",
+            winner.evidence,
+            winner.checked_on,
+        )
+        for winner in report.winners
+    ]
+    columns = ["layout", *spec.family.axes, "variant", "time (us)", "x floor", "evidence", "proven on"]
+    write_table(columns, rows, title=f"winners for {report.target} within the limits of {report.envelope}")
+    outcomes = ", ".join(f"{count} {status}" for status, count in report.statuses.items())
+    typer.echo("")
+    typer.echo(f"evaluator {report.evaluator}: {report.why}")
+    typer.echo(f"trials: {outcomes}; {report.new_trials} new in {url}; {report.wall_s:.0f} s")
+    typer.echo("x floor: times the least that the chip's memory and mma rates allow (docs/model.md)")
+    if report.budget_spent:
+        typer.echo("the time budget ended the search; run again to go on")
+    if not report.winners:
+        typer.echo("no winners: no candidate was proven; see: kgen show trials")

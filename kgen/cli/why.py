@@ -33,6 +33,7 @@ MATCHES = {
     "bucket": "the nearest tuned point speaks for it",
     "default": "no tuned point speaks for it: the default variant runs",
 }
+REASONS = {"untuned": "nothing was tuned"}
 
 
 def why(
@@ -88,7 +89,8 @@ def _print_decision(pack: Pack, explanation: Explanation, point: Mapping[str, in
     typer.echo(f"variant    {match.variant}")
     typer.echo(f"source     {variant.source}")
     typer.echo(f"candidate  {_values(variant.candidate)}")
-    typer.echo(f"match      {match.how}: {MATCHES[match.how]}" + (f" ({match.reason})" if match.reason else ""))
+    reason = f" ({REASONS.get(match.reason, f'{match.reason} is out of reach')})" if match.reason else ""
+    typer.echo(f"match      {match.how}: {MATCHES[match.how]}{reason}")
     typer.echo(f"evidence   {match.evidence or 'none: the default is not chosen by time'}")
     for axis in explanation.axes:
         tuned = "nothing tuned" if axis.tuned is None else f"tuned {axis.tuned}"
