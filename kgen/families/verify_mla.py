@@ -36,8 +36,10 @@ from kgen.targets import Target
 
 ROW_PAD_BYTES = 16  # shared rows of 1168 bytes: ldmatrix then touches every bank once
 SCORE_PAD = 8  # elements after each row of S and P in shared memory, for the same reason
-COMBINE_THREADS = 128
+COMBINE_GROUPS = 4  # most threads that share the splits of one column of the combine
+COMBINE_GROUP_SPLITS = 8  # splits that one of them can have in flight at once
 MIN_SPLIT_ROWS = 64  # a shorter split costs more in the combine than it saves
+DISTINCT_VALUES = 1 << 22  # random numbers drawn for one array; a larger one repeats them
 REGISTER_SLACK = 20  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
 
 
@@ -173,6 +175,8 @@ def from_bf16(array: Array) -> Array:
 
 
 class VerifyMla(Family):
+    """The family; shapes and dtypes of its parameters are beside them."""
+
     name: ClassVar[str] = "verify_mla"
     template: ClassVar[str] = "verify_mla.cu.j2"
     params: ClassVar[ParameterStruct] = ParameterStruct(
@@ -194,6 +198,7 @@ class VerifyMla(Family):
             Parameter("heads", "int32"),
             Parameter("splits", "int32"),
             Parameter("partial_rows", "int32"),
+            Parameter("combine_groups", "int32"),  # threads that share a column of the combine
             Parameter("mask_words", "int32"),
             Parameter("wide_indices", "int32"),  # bit set of the index arrays that are int64, in the order above
             Parameter("scale_log2", "float32"),  # softmax scale x log2(e)
@@ -231,7 +236,8 @@ class VerifyMla(Family):
             "score_rows": tiling.score_rows,
             "row_bytes": tiling.row_bytes,
             "score_stride": tiling.tile_n + SCORE_PAD,
-            "combine_threads": COMBINE_THREADS,
+            "combine_threads": _combine_threads(layout),
+            "combine_shared_bytes": _combine_shared_bytes(layout),
             "shared_bytes": tiling.shared_bytes,
         } | {f"{name}_offset": at for name, at in tiling.offsets.items() if name != "total"}  # fmt: skip
 
@@ -241,7 +247,7 @@ class VerifyMla(Family):
         tiling = Tiling(candidate, layout)
         return (
             Kernel("verify_mla_flash", tiling.threads, tiling.shared_bytes),
-            Kernel("verify_mla_combine", COMBINE_THREADS, 0),
+            Kernel("verify_mla_combine", _combine_threads(layout), _combine_shared_bytes(layout)),
         )
 
     def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
@@ -250,7 +256,7 @@ class VerifyMla(Family):
         if not _is_flash(candidate):
             oracle = kernels[0]
             launch = Launch(oracle.entry, (rows, 1, 1), oracle.threads, oracle.shared_bytes)
-            return Plan((launch,), {}, {"splits": 1, "partial_rows": 0})
+            return Plan((launch,), {}, _split_scalars(1, 0, 0))
         flash, combine = kernels
         row_tiles = -(-capacity["nodes"] * integer(layout, "heads") // integer(candidate, "tile_m"))
         room = sms * max(resident_blocks, 1) * integer(candidate, "split_waves") // (row_tiles * capacity["batch"])
@@ -258,19 +264,23 @@ class VerifyMla(Family):
         splits = max(1, min(room, -(-longest // MIN_SPLIT_ROWS)))
         launches = [Launch(flash.entry, (row_tiles, splits, capacity["batch"]), flash.threads, flash.shared_bytes)]
         if splits == 1:
-            return Plan(tuple(launches), {}, {"splits": 1, "partial_rows": 0})
-        launches.append(Launch(combine.entry, (rows, 1, 1), combine.threads, combine.shared_bytes))
+            return Plan(tuple(launches), {}, _split_scalars(1, 0, 0))
+        groups = min(COMBINE_GROUPS, -(-splits // COMBINE_GROUP_SPLITS))
+        threads = combine.threads * groups // COMBINE_GROUPS
+        launches.append(Launch(combine.entry, (rows, 1, 1), threads, combine.shared_bytes))
         workspace = {
             "partial_out": splits * rows * integer(layout, "latent") * 4,
             "partial_lse": splits * rows * 4,
         }
-        return Plan(tuple(launches), workspace, {"splits": splits, "partial_rows": rows})
+        return Plan(tuple(launches), workspace, _split_scalars(splits, rows, groups))
 
     def cases(self, layout: Layout) -> tuple[Case, ...]:
         def case(name: str, prefixes: list[int], nodes: list[int], **options: Any) -> Case:
             return Case(name, {"prefixes": prefixes, "nodes": nodes} | options)
 
-        few = max(1, 16 // integer(layout, "heads"))  # keeps many-headed layouts small enough for the emulator
+        heads = integer(layout, "heads")
+        few = max(1, 16 // heads)  # keeps many-headed layouts small enough for the emulator
+        many = {8: 65, 16: 33}.get(heads, few)  # more than one mask word; sources do not depend on the heads
         return (
             case("one_node", [130], [1], lse=True),
             case("empty_prefix", [0], [2 * few + 1], lse=True),
@@ -278,7 +288,7 @@ class VerifyMla(Family):
             case("pool_draft", [70, 5], [few, few + 2], draft="pool", wide=("draft_slots", "qo_indptr"), lse=True),
             case("page_tail", [63, 65], [few, few], wide=("kv_indices", "kv_indptr"), lse=False),
             case("chain", [40], [4 * few + 1], mask="chain", lse=True),
-            case("many_nodes", [50], [65 if integer(layout, "heads") <= 8 else 35], lse=True),
+            case("many_nodes", [50], [many], lse=True),
             case("padded_request", [90, 1], [few, few], padded=1, lse=True, spare_batch=1),
         )
 
@@ -312,7 +322,8 @@ class VerifyMla(Family):
             return values.astype(np.int64 if name in options.get("wide", ()) else np.int32)
 
         def normal(*shape: int) -> Array:
-            return to_bf16(rng.standard_normal(shape, dtype=np.float32))
+            count = min(math.prod(shape), DISTINCT_VALUES)
+            return np.resize(to_bf16(rng.standard_normal(count, dtype=np.float32)), shape)
 
         return {
             "q": normal(tokens, integer(layout, "heads"), head_dim),
@@ -347,22 +358,22 @@ class VerifyMla(Family):
         }
 
     def reference(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array]:
-        latent, scale = integer(layout, "latent"), softmax_scale(layout)
+        latent, heads = integer(layout, "latent"), integer(layout, "heads")
         q, pool = from_bf16(_present(inputs, "q")), _present(inputs, "kv_pool")
         kv_indptr, qo_indptr = _present(inputs, "kv_indptr"), _present(inputs, "qo_indptr")
-        out = np.zeros((*q.shape[:2], latent))
-        lse = np.full(q.shape[:2], -np.inf)
+        out = np.zeros((len(q) * heads, latent))
+        lse = np.full(len(q) * heads, -np.inf)
         for request in range(kv_indptr.size - 1):
             first, last = int(qo_indptr[request]), int(qo_indptr[request + 1])
             slots = _present(inputs, "kv_indices")[int(kv_indptr[request]) : int(kv_indptr[request + 1])]
             draft = inputs["draft_kv"]
-            rows = pool[_present(inputs, "draft_slots")[first:last]] if draft is None else draft[first:last]
-            keys = from_bf16(np.concatenate([pool[slots], rows]))
-            visible = _visible(inputs["tree_mask"], first, last, len(slots))
-            score = np.einsum("thd,kd->thk", q[first:last], keys) * scale
-            score = np.where(visible[:, None, :], score, -np.inf)
-            out[first:last], lse[first:last] = _softmax_product(score, keys[:, :latent])
-        return {"out": out, "lse": lse}
+            drafts = pool[_present(inputs, "draft_slots")[first:last]] if draft is None else draft[first:last]
+            keys = from_bf16(np.concatenate([pool[slots], drafts]))
+            visible = np.repeat(_visible(inputs["tree_mask"], first, last, len(slots)), heads, axis=0)
+            score = q[first:last].reshape(-1, keys.shape[1]) @ keys.T * softmax_scale(layout)
+            rows = slice(first * heads, last * heads)
+            out[rows], lse[rows] = _softmax_product(np.where(visible, score, -np.inf), keys[:, :latent])
+        return {"out": out.reshape(-1, heads, latent), "lse": lse.reshape(-1, heads)}
 
     def as_float(self, output: str, array: Array) -> Array:
         return from_bf16(array) if output == "out" else array.astype(np.float64)
@@ -403,6 +414,20 @@ class VerifyMla(Family):
         row_bytes = 4.0 * tiling.latent * plan.scalars["splits"] + 2.0 * tiling.latent
         merge = LaunchDemand(combine.entry, math.prod(combine.grid), 1, 0.0, 0.0, 0.0, 4.0, row_bytes, 0.0)
         return (flash, merge)
+
+
+def _split_scalars(splits: int, partial_rows: int, combine_groups: int) -> dict[str, int]:
+    return {"splits": splits, "partial_rows": partial_rows, "combine_groups": combine_groups}
+
+
+def _combine_threads(layout: Layout) -> int:
+    """Four columns a thread, in every group."""
+    return integer(layout, "latent") // 4 * COMBINE_GROUPS
+
+
+def _combine_shared_bytes(layout: Layout) -> int:
+    """One float4 a thread, and one total a group."""
+    return _combine_threads(layout) * 16 + COMBINE_GROUPS * 4
 
 
 def softmax_scale(layout: Layout) -> float:
@@ -467,12 +492,11 @@ def _visible(mask: Array | None, first: int, last: int, prefix: int) -> Array:
 
 
 def _softmax_product(score: Array, values: Array) -> tuple[Array, Array]:
-    """softmax(score) @ values and the log-sum-exp of score; a row that sees nothing gives 0 and -inf."""
-    if score.shape[-1] == 0:
-        return np.zeros((*score.shape[:-1], values.shape[1])), np.full(score.shape[:-1], -np.inf)
-    peak = score.max(axis=-1, keepdims=True)
-    weight = np.exp(score - np.where(np.isfinite(peak), peak, 0.0))
-    total = weight.sum(axis=-1)
+    """softmax(score) @ values and the log-sum-exp of score, by row; a row that sees nothing gives 0 and -inf."""
+    peak = score.max(axis=1, initial=-np.inf)
+    base = np.where(np.isfinite(peak), peak, 0.0)
+    weight = np.exp(score - base[:, None])
+    total = weight.sum(axis=1)
     with np.errstate(divide="ignore"):
-        lse = np.log(total) + np.where(np.isfinite(peak), peak, 0.0)[..., 0]
-    return np.einsum("thk,kd->thd", weight, values) / np.where(total > 0, total, 1.0)[..., None], lse
+        lse = np.log(total) + base
+    return weight @ values / np.where(total > 0, total, 1.0)[:, None], lse

@@ -24,6 +24,7 @@ struct Params {
   int32_t heads;
   int32_t splits;
   int32_t partial_rows;
+  int32_t combine_groups;
   int32_t mask_words;
   int32_t wide_indices;
   float scale_log2;
