@@ -152,3 +152,22 @@ def test_ci_runs_the_test_command_of_readme() -> None:
     done = subprocess.run(["bash", "-c", extract[1]], cwd=ROOT, capture_output=True, text=True, check=True)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert done.stdout == readme_command(text, "test-command") + "\n"
+
+
+DOCUMENTS = [path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("*/*.md")) if ".venv" not in path.parts]
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    """Relative Markdown links that lead nowhere."""
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    return [target for target in targets if not (folder / target).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert broken_links(text, (ROOT / document).parent) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    assert broken_links("[a](README.md) [b](nowhere.md#x) [c](https://example.org)", ROOT) == ["nowhere.md"]
