@@ -11,6 +11,7 @@ from kgen.build import NVCC_FLAGS, BuildResult, build
 from kgen.cuda_driver import SMALLEST_DRIVER
 from kgen.db import TuningDatabase
 from kgen.errors import BuildError, ValidationError
+from kgen.family import Kernel
 from kgen.pack.select import Selection, Variant
 from kgen.pack.writer import write_pack
 from kgen.runtime.manifest import (
@@ -114,7 +115,7 @@ def freeze(
 ) -> tuple[Pack, list[str]]:
     """The selection as a pack in memory, complete and ready to prepare; and what had to be proven for it."""
     built = _build(selection, toolchain, cache_dir, jobs)
-    proven_now = _prove(selection, toolchain, cache_dir, on_proof)
+    proven_now = _prove(selection, built, toolchain, cache_dir, on_proof)
     archs = {arch: packed_arch(arch, toolchain) for arch in built}
     return _assemble(selection, built, archs, selection.spec.label), proven_now
 
@@ -161,13 +162,21 @@ def _build(selection: Selection, toolchain: Toolchain, cache_dir: Path, jobs: in
     return built
 
 
-def _prove(selection: Selection, toolchain: Toolchain, cache_dir: Path, on_proof: OnProof | None) -> list[str]:
+def _prove(
+    selection: Selection,
+    built: dict[str, dict[str, BuildResult]],
+    toolchain: Toolchain,
+    cache_dir: Path,
+    on_proof: OnProof | None,
+) -> list[str]:
     """Prove what has no proof yet, in the emulator; returns what was proven, as ``variant layout``."""
     spec, done = selection.spec, []
     for number, (name, layout_name, target_name) in enumerate(selection.unproven):
         if on_proof is not None:
             on_proof(number, len(selection.unproven), f"{name} {layout_name}")
-        variant, layout = selection.variants[name], spec.layout(layout_name)
+        variant, layout, target = selection.variants[name], spec.layout(layout_name), spec.target(target_name)
+        main = spec.family.kernels(variant.candidate, layout)[0]
+        result = built[target.nvcc_arch][variant.source.name]
         verdict = validate_in_emulator(
             variant.source,
             spec.family,
@@ -176,8 +185,8 @@ def _prove(selection: Selection, toolchain: Toolchain, cache_dir: Path, on_proof
             spec.tolerances,
             toolchain=toolchain,
             cache_dir=cache_dir,
-            target_sms=spec.target(target_name).sms,
-            resident_blocks=1,
+            target_sms=target.sms,
+            resident_blocks=_resident_blocks(result, target, main),
         )
         if not verdict.ok or verdict.worst is None:
             raise ValidationError(f"{name} for {layout_name}", "is wrong, so it is not packed", seen=verdict.reason)
@@ -236,14 +245,19 @@ def _source(selection: Selection, variant: Variant, built: dict[str, dict[str, B
 
 
 def _cubin(result: BuildResult, target: Target, kernels: tuple[PackedKernel, ...]) -> PackedCubin:
-    main, taken = kernels[0], result.resources[kernels[0].entry]
-    blocks = target.resident_blocks(
-        threads=main.threads,
-        registers=taken.registers,
-        shared_bytes=main.shared_bytes + taken.static_shared_bytes,
-    )
     resources = {
         entry: PackedResources(item.registers, item.static_shared_bytes, item.spill_store_bytes + item.spill_load_bytes)
         for entry, item in result.resources.items()
     }
-    return PackedCubin(result.sha256, blocks, resources)
+    return PackedCubin(result.sha256, _resident_blocks(result, target, kernels[0]), resources)
+
+
+def _resident_blocks(result: BuildResult, target: Target, main: Kernel | PackedKernel) -> int:
+    """How many blocks of the main kernel one SM of the target holds. BuildError if none."""
+    taken = result.resources[main.entry]
+    shared_bytes = main.shared_bytes + taken.static_shared_bytes
+    blocks = target.resident_blocks(threads=main.threads, registers=taken.registers, shared_bytes=shared_bytes)
+    if blocks == 0:
+        seen = f"{main.threads} threads, {taken.registers} registers, {shared_bytes} shared bytes"
+        raise BuildError(result.source.name, f"does not fit one SM of {target.name}", seen=seen)
+    return blocks

@@ -43,10 +43,13 @@ class Selection:
     def add_target(self, name: str, layouts: Sequence[str]) -> None:
         """Add a target's winners. InputError where no layout of it was tuned with the templates of today."""
         target = self.spec.target(name)
+        wanted = [dict(self.spec.layout(layout_name)) for layout_name in layouts]
         trials = [
             record
             for record in self._db.trials(family=self.spec.family.name, status="ok")
-            if self._is_possible(record.candidate) and self._is_current(record, target)
+            if dict(record.layout) in wanted
+            and self._is_possible(record.candidate)
+            and self._is_current(record, target)
         ]
         current = {record.source_sha256 for record in trials}
         self.tables[name] = {}

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kgen.errors import TensorError
 
 ALIGNMENT_BYTES = 16
+REMEMBERED_FORMS = 1024
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """The bytes of one tensor: what a kernel may read, and write where ``writable``."""
 
     name: str
     address: int
     size_bytes: int
     writable: bool
-
-    def overlaps(self, other: Region) -> bool:
-        """Whether the two share a byte."""
-        mine, theirs = self.address + self.size_bytes, other.address + other.size_bytes
-        return self.address < theirs and other.address < mine
 
 
 @dataclass(frozen=True)
@@ -45,19 +40,23 @@ class TensorRule:
 
 
 class TensorChecker:
-    """Checks the tensors of calls on one device. ``dtypes`` are torch's dtypes by name."""
+    """Checks the tensors of calls on one device. ``dtypes`` are torch's dtypes by name.
+
+    Calls repeat the same shapes, so what was found of a shape is remembered; addresses are always checked.
+    """
 
     def __init__(self, rules: Sequence[TensorRule], device: Any, dtypes: Mapping[str, Any]) -> None:
         self._rules, self._device = tuple(rules), device
         self._dtypes = {rule.name: tuple(dtypes[name] for name in rule.dtypes) for rule in rules}
+        self._known: dict[tuple[Any, ...], tuple[int, int]] = {}
 
     def check(self, tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> list[Region]:
         """The regions of all tensors that are not None. Raises TensorError, also if an output shares memory."""
-        regions = []
+        regions, required = [], tuple(sizes.values())
         for rule in self._rules:
             tensor = tensors[rule.name]
             if tensor is not None:
-                regions.append(self._check(rule, tensor, sizes))
+                regions.append(self._check(rule, tensor, sizes, required))
             elif not rule.optional:
                 raise TensorError(rule.name, "is missing")
         for output in regions:
@@ -65,32 +64,41 @@ class TensorChecker:
                 _check_overlap(output, regions)
         return regions
 
-    def _check(self, rule: TensorRule, tensor: Any, sizes: Mapping[str, int]) -> Region:
-        self.check_kind(rule, tensor)
-        shape = tuple(tensor.shape)
-        if not _fits(shape, rule.shape, sizes):
-            want = ", ".join(str(sizes.get(name, name)) for name in rule.shape)
-            raise TensorError(rule.name, f"must have shape [{want}]", seen=f"has {list(shape)}")
-        elements = tensor.numel()
-        itemsize = tensor.element_size()
-        row_elements = elements // shape[0] if elements else 0
-        row_bytes = itemsize * (row_elements if tensor.is_contiguous() else _row_stride(rule, tensor, row_elements))
+    def _check(self, rule: TensorRule, tensor: Any, sizes: Mapping[str, int], required: tuple[int, ...]) -> Region:
+        try:
+            form = (rule.name, required, tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        except AttributeError:
+            raise TensorError(rule.name, "is not a torch tensor", seen=type(tensor).__name__) from None
+        known = self._known.get(form)
+        if known is None:
+            known = self._measure(rule, tensor, sizes)
+            if len(self._known) >= REMEMBERED_FORMS:
+                self._known.clear()
+            self._known[form] = known
+        row_bytes, size_bytes = known
         address = tensor.data_ptr()
         if rule.aligned and (address % ALIGNMENT_BYTES or row_bytes % ALIGNMENT_BYTES):
             seen = f"address {address:#x}, {row_bytes} bytes from row to row"
             raise TensorError(rule.name, f"is not aligned to {ALIGNMENT_BYTES} bytes", seen=seen, remedy="copy it")
-        size = (shape[0] - 1) * row_bytes + row_elements * itemsize if elements else 0
-        return Region(rule.name, address, size, rule.writable)
+        return Region(rule.name, address, size_bytes, rule.writable)
 
-    def check_kind(self, rule: TensorRule, tensor: Any) -> None:
-        """Raise TensorError unless ``tensor`` is one, of the right dtype, on the right device."""
-        if not hasattr(tensor, "data_ptr"):
-            raise TensorError(rule.name, "is not a torch tensor", seen=type(tensor).__name__)
+    def _measure(self, rule: TensorRule, tensor: Any, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Bytes from row to row, and from the first byte to the last, of a tensor that is right but for its address."""
         if tensor.dtype not in self._dtypes[rule.name]:
             raise TensorError(rule.name, f"must have dtype {' or '.join(rule.dtypes)}", seen=str(tensor.dtype))
         if tensor.device != self._device:
             wrong = f"must be on {self._device}, which the call was prepared for"
             raise TensorError(rule.name, wrong, seen=f"is on {tensor.device}")
+        shape = tuple(tensor.shape)
+        if not _fits(shape, rule.shape, sizes):
+            want = ", ".join(str(sizes.get(name, name)) for name in rule.shape)
+            raise TensorError(rule.name, f"must have shape [{want}]", seen=f"has {list(shape)}")
+        elements, itemsize = tensor.numel(), tensor.element_size()
+        if not elements:
+            return 0, 0
+        row_elements = elements // shape[0]
+        row_bytes = itemsize * (row_elements if tensor.is_contiguous() else _row_stride(rule, tensor, row_elements))
+        return row_bytes, (shape[0] - 1) * row_bytes + row_elements * itemsize
 
 
 def _fits(shape: tuple[int, ...], names: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
@@ -111,6 +119,7 @@ def _row_stride(rule: TensorRule, tensor: Any, row_elements: int) -> int:
 
 
 def _check_overlap(output: Region, regions: Sequence[Region]) -> None:
+    first, end = output.address, output.address + output.size_bytes
     for other in regions:
-        if other is not output and output.overlaps(other):
+        if first < other.address + other.size_bytes and other.address < end and other is not output:
             raise TensorError(output.name, f"shares memory with {other.name}", remedy="give it memory of its own")
