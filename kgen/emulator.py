@@ -26,6 +26,13 @@ EMULATOR_FLAGS: Final[tuple[str, ...]] = (
     "-shared",
     "-fvisibility=hidden",
     "-ffp-contract=off",
+    "-fsanitize=bounds",  # of arrays in registers; the emulator handles the report itself
+    "-nodefaultlibs",  # so no sanitizer library is needed
+    "-Wl,--no-as-needed",
+    "-lstdc++",
+    "-lm",
+    "-lgcc_s",
+    "-lc",
     "-U_FORTIFY_SOURCE",  # its longjmp check takes a switch of stacks for an error
     "-DKGEN_EMULATOR",
     "-x",

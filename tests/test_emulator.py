@@ -139,6 +139,7 @@ MEMORY = [
     ("shared_size", 32, "out_of_bounds", ["bytes 256 to 384", "gives 256"]),
     ("unwritten_shared", 32, "unwritten_shared_read", ["byte 36 was never written", "thread 9 "]),
     ("ldmatrix_range", 32, "out_of_bounds", ["ldmatrix row of 16 bytes at shared byte offset 512", "lane 31"]),
+    ("register_index", 32, "out_of_bounds", ["index 4 of an array of the thread's own"]),
     ("ldmatrix_align", 32, "misaligned", ["ldmatrix row", "16-byte alignment", "lane 5"]),
 ]
 GRIDS = {"global_read": (2, 1, 1), "global_write": (2, 1, 1)}

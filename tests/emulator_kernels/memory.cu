@@ -107,6 +107,17 @@ KGEN_DEVICE void ldmatrix_align(const Params& params) {
 KGEN_KERNEL(ldmatrix_align_right, 32, 1, Params, params) { ldmatrix_align<false>(params); }
 KGEN_KERNEL(ldmatrix_align_wrong, 32, 1, Params, params) { ldmatrix_align<true>(params); }
 
+// An array in registers.
+template <bool kWrong>
+KGEN_DEVICE void register_index(const Params& params) {
+  float sums[4] = {0, 0, 0, 0};
+  const int last = params.in.load(0) == 0.0f ? 3 : 0;
+  for (int i = 0; i <= last + (kWrong ? 1 : 0); ++i) sums[i] += 1.0f;  // fault: register_index
+  params.out.store(thread_index(), sums[0] + sums[3]);
+}
+KGEN_KERNEL(register_index_right, 32, 1, Params, params) { register_index<false>(params); }
+KGEN_KERNEL(register_index_wrong, 32, 1, Params, params) { register_index<true>(params); }
+
 // A loop that polls memory which nobody will write.
 KGEN_KERNEL(endless_wrong, 32, 1, Params, params) {
   while (params.in.load(0) == 0.0f) {  // fault: endless

@@ -21,9 +21,11 @@
 //  * Collectives: all 32 lanes at the same call; barriers count whole warps; block_sync counts the threads that
 //    have not exited.
 //  * bf16 mma: exact products, fp32 sums in order of k (hardware adds in an order of its own).
+//  * Arrays that a thread keeps for itself (registers): indices, by -fsanitize=bounds.
 //
-// What is not modelled: proxy fences, registers read before they are written, register
-// array bounds (use -fsanitize=bounds), launch limits of a device, and time. exp2 and log2 are those of the host.
+// What is not modelled: proxy fences, registers read before they are written, launch limits of a device, and time.
+// exp2 and log2 are those of the host. AddressSanitizer can be added (-fsanitize=address, without -nodefaultlibs, its
+// library preloaded into Python); it warns once that it does not know the fibers' stacks.
 // A loop without a primitive in it is not interrupted; one with a primitive ends at the step limit.
 #pragma once
 
@@ -37,6 +39,7 @@
 #include "copies.hpp"
 #include "machine.hpp"
 #include "memory.hpp"
+#include "register_bounds.hpp"
 #include "scheduler.hpp"
 
 #define KGEN_DEVICE inline
