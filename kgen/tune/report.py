@@ -19,7 +19,8 @@ class TuneOptions:
     """What to tune and how.
 
     ``trials`` is per layout, the default included, the oracle not; ``envelope`` and ``layouts`` are the target itself
-    and all layouts where None; ``db`` is a database URL.
+    and all layouts where None; ``db`` is a database URL; of modelled candidates at most ``proofs`` a layout are chosen
+    to be proven, the default among them.
     """
 
     spec: Spec
@@ -33,6 +34,7 @@ class TuneOptions:
     seed: int = 0
     jobs: int = 2
     evaluator: EvaluatorName = "auto"
+    proofs: int = 3
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kgen.canonical import canonical_json
@@ -12,7 +12,7 @@ from kgen.db import TuningDatabase
 from kgen.db.winners import Winner, device_key, winners
 from kgen.evaluate import Evaluator, Study, Variant, score
 from kgen.family import Candidate
-from kgen.prove import Proof, SourceKey, prove, proven_trial
+from kgen.prove import Proof, SourceKey, choose_few, prove, proven_trial
 from kgen.records import PROTOCOL_VERSION, TrialRecord
 from kgen.render import Source, render
 from kgen.sampler import make_sampler
@@ -72,21 +72,23 @@ class Run:
                 for name in spaces:
                     self._measure_finalists(name)
             else:
-                self._prove_winners(list(spaces))
+                self._prove_winners(list(spaces), options.proofs)
         except KeyboardInterrupt:
             return True, spent
         return False, spent
 
     def winners(self, layout_name: str) -> list[Winner]:
-        """The winners of a layout among the sources that render today."""
-        found = {variant.source.sha256 for (name, _), variant in self._variants.items() if name == layout_name}
+        """The winners of a layout among the candidates of this run whose sources are proven right."""
+        places = [place for place, proof in self._memory.proofs.items() if proof.ok and place[0] == layout_name]
+        if self._evaluator.name == "device":
+            places = [_place(variant) for variant in self._right(layout_name)]
         return winners(
             self._database,
             family=self._study.family.name,
             target=self._study.target.name,
             layout=self._study.spec.layout(layout_name),
             arch=self._study.target.nvcc_arch,
-            sources=found,
+            sources={source for _, source in places},
         )
 
     def _remember(self) -> None:
@@ -151,42 +153,49 @@ class Run:
         self._memory.note(layout_name, record)
         self.new_trials += 1
 
-    def _prove_winners(self, layout_names: Sequence[str]) -> None:
-        """Prove winners, defaults and oracles; where a winner is wrong, the next best is proven in its place."""
+    def _prove_winners(self, layout_names: Sequence[str], most: int) -> None:
+        """Prove few good candidates a layout, and its oracle; where one is wrong, another is chosen in its place."""
         self._listener.phase("proving winners in the emulator")
-        while unproven := [variant for name in layout_names for variant in self._unproven(name)]:
-            to_prove: dict[SourceKey, tuple[Variant, int]] = {}
-            for variant in unproven:
-                place = variant.layout_name, variant.source.sha256
-                if place not in self._memory.proofs:
-                    resident = self._memory.judged[_key(variant)].blocks_per_sm or 1
-                    to_prove.setdefault(place, (variant, resident))
-            waiting = [variant for variant in unproven if _place(variant) not in to_prove]
-            self._keep_proofs(waiting)
+        while to_prove := {_place(variant): variant for name in layout_names for variant in self._unproven(name, most)}:
+            resident = {place: self._judged(variant).blocks_per_sm or 1 for place, variant in to_prove.items()}
+            prove(self._study, {place: (to_prove[place], resident[place]) for place in to_prove}, self._keep_proof)
+        for place, proof in self._memory.proofs.items():
+            self._keep_proof(place, proof)
 
-            def keep(place: SourceKey, proof: Proof, unproven: Sequence[Variant] = unproven) -> None:
-                self._memory.proofs[place] = proof
-                self._keep_proofs([variant for variant in unproven if _place(variant) == place])
+    def _unproven(self, layout_name: str, most: int) -> list[Variant]:
+        """The variants of a layout that should be proven and are not."""
+        right = [
+            variant
+            for variant in self._right(layout_name)
+            if (proof := self._memory.proofs.get(_place(variant))) is None or proof.ok
+        ]
+        weights = [item.weight for item in self._study.spec.workload.points]
+        oracle = candidate_key(self._study.spec.oracle)
+        tuned = [self._judged(variant) for variant in right if candidate_key(variant.candidate) != oracle]
+        few = choose_few(tuned, weights, self._study.spec.default, most)
+        wanted = {candidate_key(trial.candidate) for trial in few} | {oracle}
+        return [
+            variant
+            for variant in right
+            if candidate_key(variant.candidate) in wanted and _place(variant) not in self._memory.proofs
+        ]
 
-            if to_prove:
-                prove(self._study, to_prove, keep)
+    def _keep_proof(self, place: SourceKey, proof: Proof) -> None:
+        """Record a proof with every candidate of its source that was tried, unless it is recorded already."""
+        self._memory.proofs[place] = proof
+        for variant in self._right(place[0]):
+            if _place(variant) == place and not self._memory.checked.get(_key(variant)):
+                trial = replace(self._judged(variant), run_id=self._study.run_id, number=variant.number)
+                self._record(variant.layout_name, proven_trial(trial, proof))
 
-    def _unproven(self, layout_name: str) -> Iterator[Variant]:
-        """Variants of a layout that need a proof of their own in the database: default, oracle, and winners."""
-        spec = self._study.spec
-        candidates = {candidate_key(item): item for item in (spec.default, spec.oracle)}
-        candidates |= {winner.candidate_key: winner.candidate for winner in self.winners(layout_name)}
-        for candidate in {candidate_key(item): item for item in candidates.values()}.values():
-            variant = self._variants.get((layout_name, candidate_key(candidate)))
-            if variant is None or self._memory.checked.get(_key(variant)):
-                continue
-            if self._memory.judged[_key(variant)].status == "ok":
-                yield variant
+    def _right(self, layout_name: str) -> list[Variant]:
+        """The variants of a layout that this run has tried and found ok, in the order of their trials."""
+        mine = [variant for variant in self._variants.values() if variant.layout_name == layout_name]
+        judged = [variant for variant in mine if _key(variant) in self._memory.judged]
+        return [variant for variant in judged if self._judged(variant).status == "ok"]
 
-    def _keep_proofs(self, variants: Sequence[Variant]) -> None:
-        for variant in variants:
-            trial = replace(self._memory.judged[_key(variant)], run_id=self._study.run_id, number=variant.number)
-            self._record(variant.layout_name, proven_trial(trial, self._memory.proofs[_place(variant)]))
+    def _judged(self, variant: Variant) -> TrialRecord:
+        return self._memory.judged[_key(variant)]
 
     def _measure_finalists(self, layout_name: str) -> None:
         """Time the winners, the incumbents and the default side by side, unless all of them were already."""
@@ -194,8 +203,7 @@ class Run:
         spec = self._study.spec
         names = {winner.candidate_key: winner.candidate for winner in self.winners(layout_name)}
         names.setdefault(candidate_key(spec.default), spec.default)
-        found = [self._variants.get((layout_name, candidate_key(candidate))) for candidate in names.values()]
-        right = [variant for variant in found if variant and self._memory.judged[_key(variant)].status == "ok"]
+        right = [variant for variant in self._right(layout_name) if candidate_key(variant.candidate) in names]
         if all(self._memory.checked.get(_key(variant), 0) >= 2 for variant in right):
             return
         for record in self._evaluator.finish(right):

@@ -67,7 +67,7 @@ def tune(options: TuneOptions, listener: Listener) -> TuneReport:
 
 def _layouts(options: TuneOptions) -> list[str]:
     """The layouts to tune, checked; InputError also for numbers out of range."""
-    for flag, number in (("--trials", options.trials), ("--jobs", options.jobs)):
+    for flag, number in (("--trials", options.trials), ("--jobs", options.jobs), ("--proofs", options.proofs)):
         if number < 1:
             raise InputError(flag, "must be at least 1", seen=str(number))
     if options.seed < 0:

@@ -1,0 +1,189 @@
+"""From builds and measurements to trials: what is recorded of a candidate, and its score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tuning_doubles import TOOLCHAIN, small_spec
+
+from kgen import evaluate
+from kgen.build import BuildResult, EntryResources
+from kgen.evaluate import DeviceTrials, ModelEvaluator, Study, Variant, floors_us, score
+from kgen.family import Point
+from kgen.measure import DeviceEvaluator
+from kgen.measure_job import Job, JobResult, LoadedResources, PointDrop
+from kgen.model import Footprint, predict
+from kgen.records import DeviceFingerprint, PointTime, TrialRecord
+from kgen.render import render
+
+SPEC = small_spec()
+LAYOUT = SPEC.layouts["h8_p1"]
+GPU = DeviceFingerprint("9.0", 132, 232448, 62914560, 3201000, "GPU", "580")
+FITS = {"verify_mla_flash": EntryResources(200, 0, 0, 0, 0), "verify_mla_combine": EntryResources(64, 0, 0, 0, 0)}
+
+
+def study(target: str = "sm_120", envelope: str = "sm_120") -> Study:
+    return Study(SPEC, SPEC.targets[target], SPEC.targets[envelope], TOOLCHAIN, Path("cache"), 1, 0, "run")
+
+
+def variant(**changes: int | str) -> Variant:
+    candidate = dict(SPEC.default) | changes
+    return Variant(0, "h8_p1", LAYOUT, candidate, render(SPEC.family, candidate, LAYOUT))
+
+
+def built(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Every build gives the same result."""
+
+    def build(sources: Sequence[Any], *, arch: str, **_: object) -> list[BuildResult]:
+        plain: dict[str, Any] = {
+            "arch": arch, "status": "ok", "path": Path("kernel.cubin"), "sha256": "digest", "resources": FITS,
+            "log": "", "key": "key", "seconds": 7.0, "cached": False,
+        }  # fmt: skip
+        return [BuildResult(source=source, **plain | changes) for source in sources]
+
+    monkeypatch.setattr(evaluate, "build", build)
+
+
+def modelled(of: Study | None = None, **changes: int | str) -> TrialRecord:
+    (record,) = ModelEvaluator(of or study()).evaluate([variant(**changes)])
+    return record
+
+
+def test_a_modelled_trial_has_real_resources_and_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    spilling = dict(FITS) | {"verify_mla_flash": EntryResources(255, 0, 48, 40, 60)}
+    built(monkeypatch, resources=spilling)
+    record = modelled()
+    (main, combine), point = SPEC.family.kernels(SPEC.default, LAYOUT), study().points[0]
+    assert (record.status, record.evidence, record.checked_on) == ("ok", "modelled", "")
+    assert (record.registers, record.spill_bytes, record.blocks_per_sm) == (255, 100, 1)
+    assert record.shared_bytes == main.shared_bytes
+    assert [time.point for time in record.times] == list(study().points)
+    plan = SPEC.family.plan(SPEC.default, LAYOUT, point, sms=188, resident_blocks=1)
+    beside = study().target.resident_blocks(threads=combine.threads, registers=64, shared_bytes=combine.shared_bytes)
+    footprints = {main.entry: Footprint(main.threads, 1, 100), combine.entry: Footprint(combine.threads, beside, 0)}
+    expected = predict(study().target, SPEC.family.demand(SPEC.default, LAYOUT, point, plan), footprints)
+    assert record.times[0].time_us == expected.time_us
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "reason"),
+    [
+        (
+            {"status": "compile_error", "path": None, "resources": {}, "log": "x.cu(3): error: no"},
+            "compile_error",
+            "no",
+        ),
+        ({"status": "compile_timeout", "path": None, "resources": {}}, "compile_timeout", "stopped after 7 s"),
+        (
+            {"resources": dict(FITS) | {"verify_mla_combine": EntryResources(64, 102_000, 0, 0, 0)}},
+            "infeasible",
+            "verify_mla_combine: no SM holds a block of ",
+        ),
+    ],
+)
+def test_a_failure_is_a_trial_with_a_reason(
+    changes: Mapping[str, Any], status: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(monkeypatch, **changes)
+    record = modelled()
+    assert record.status == status
+    assert reason in record.reason
+    assert record.times == ()
+    assert score(study(), record) is None
+
+
+def test_the_envelope_bounds_residency(monkeypatch: pytest.MonkeyPatch) -> None:
+    built(monkeypatch, resources=dict(FITS) | {"verify_mla_flash": EntryResources(100, 0, 0, 0, 0)})
+    assert modelled(study("sm_90", "sm_90")).blocks_per_sm == 2
+    assert modelled(study("sm_90", "sm_120")).blocks_per_sm == 1
+
+
+def test_the_score_is_the_weighted_geometric_mean_over_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    built(monkeypatch)
+    floors = floors_us(study(), LAYOUT)
+    factors = [2.0, 4.0, 16.0]
+    assert len(floors) == len(factors)
+    times = tuple(
+        PointTime(dict(point), floor * factor, floor * factor, floor * factor)
+        for point, floor, factor in zip(study().points, floors, factors, strict=True)
+    )
+    record = replace(modelled(), times=times)
+    assert score(study(), record) == pytest.approx(math.prod(factors) ** (1 / 3))
+    weights = dict(SPEC.workload.weights) | {"prefix": {4096: 2.0, 16384: 1.0, 65536: 1.0}}
+    heavy = replace(SPEC, workload=replace(SPEC.workload, weights=weights))
+    assert score(replace(study(), spec=heavy), record) == pytest.approx((2 * 2 * 4 * 16) ** (1 / 4))
+
+
+class PretendedMeasure:
+    """A GPU that needs 5 us a call, rules out the last point, or ends as it is told."""
+
+    fingerprint = GPU
+
+    def __init__(self, **ending: Any) -> None:
+        self.ending = ending
+        self.kept: list[set[str]] = []
+        self.rounds: list[tuple[list[str], Point]] = []
+
+    def evaluate(self, jobs: Sequence[Job], points: Sequence[Point], keep: Collection[str] = ()) -> list[JobResult]:
+        self.kept.append(set(keep))
+        times = tuple(self._time(point) for point in points[:-1])
+        dropped = (PointDrop(points[-1], 50.0, "slow"),)
+        result = JobResult(jobs[0], "ok", "", times, dropped, 1e-3, LoadedResources(200, 116_000, 0, 1))
+        return [replace(result, **self.ending)]
+
+    def time_candidates(self, jobs: Sequence[Job], point: Point) -> list[JobResult]:
+        self.rounds.append(([job.name for job in jobs], point))
+        return [JobResult(job, "ok", "", (self._time(point),), (), 2e-3) for job in jobs]
+
+    def _time(self, point: Point) -> PointTime:
+        return PointTime(dict(point), 5.0, 4.0, 6.0, (4.0, 5.0, 6.0), 1e-3)
+
+
+def on_gpu(measure: PretendedMeasure, target: str = "sm_120") -> DeviceTrials:
+    return DeviceTrials(study(target), cast("DeviceEvaluator", measure), "sm_90")
+
+
+def test_a_timed_trial_is_a_proxy_on_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    built(monkeypatch)
+    (record,) = on_gpu(PretendedMeasure()).evaluate([variant()])
+    assert (record.status, record.evidence, record.arch, record.envelope) == ("ok", "proxy", "sm_90", "sm_120")
+    assert (record.checked_on, record.relative_error, record.device) == ("device", 1e-3, GPU)
+    assert (record.shared_bytes, record.blocks_per_sm) == (116_000, 1)
+    (own,) = on_gpu(PretendedMeasure(), "sm_90").evaluate([variant()])
+    assert own.evidence == "measured"
+
+
+def test_a_dropped_point_is_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    built(monkeypatch)
+    (record,) = on_gpu(PretendedMeasure()).evaluate([variant()])
+    assert [time.point for time in record.times] == list(study().points)
+    assert [(time.time_us, len(time.samples_us)) for time in record.times] == [(5.0, 3), (5.0, 3), (50.0, 0)]
+
+
+def test_only_the_default_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    built(monkeypatch)
+    measure = PretendedMeasure()
+    list(on_gpu(measure).evaluate([variant(), variant(gather="cp_async")]))
+    assert [len(kept) for kept in measure.kept] == [1, 0]
+
+
+@pytest.mark.parametrize("status", ["wrong_result", "hang", "launch_error", "device_degraded"])
+def test_a_failure_on_the_gpu_keeps_its_name(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built(monkeypatch)
+    ending = {"status": status, "reason": "why", "times": (), "dropped": (), "relative_error": None}
+    (record,) = on_gpu(PretendedMeasure(**ending)).evaluate([variant()])
+    assert (record.status, record.reason, record.times, record.checked_on) == (status, "why", (), "")
+
+
+def test_finalists_are_timed_together_at_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    built(monkeypatch)
+    measure = PretendedMeasure()
+    records = list(on_gpu(measure).finish([variant(), variant(gather="cp_async")]))
+    assert [point for _, point in measure.rounds] == list(study().points)
+    assert {len(names) for names, _ in measure.rounds} == {2}
+    assert [(record.status, len(record.times), record.relative_error) for record in records] == [("ok", 3, 2e-3)] * 2
