@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,7 +140,10 @@ class Launcher(ABC):
 
 @dataclass
 class EmulatorLauncher(Launcher):
-    """Runs the emulator's build of the kernels. ``seed`` is of the first launch of a plan; each one has the next."""
+    """Runs the emulator's build of the kernels.
+
+    Every call of a plan has the next seed: another order of threads, and copies that land late or early in turn.
+    """
 
     module: EmulatedModule
     seed: int = 0
@@ -172,9 +174,9 @@ class EmulatorLauncher(Launcher):
     def _starter(self, plan: Plan, params: bytes, regions: Sequence[Region], *, replayed: bool) -> Callable[[], None]:
         # No map of what was written: loads whose value is then not used are legal, and the poison shows the others.
         buffers = [Buffer(region.name, region.address, region.size_bytes, region.writable) for region in regions]
-        order = itertools.count(self.seed)
 
         def start() -> None:
+            seed, self.seed = self.seed, self.seed + 1
             for launch in plan.launches:
                 self.module.launch(
                     launch.entry,
@@ -183,7 +185,7 @@ class EmulatorLauncher(Launcher):
                     shared_bytes=launch.shared_bytes,
                     params=params,
                     buffers=buffers,
-                    seed=next(order),
+                    seed=seed,
                 )
 
         return start

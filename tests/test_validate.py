@@ -147,7 +147,7 @@ def test_device_replays_one_captured_graph(cuda: fake_cuda.FakeCuda) -> None:
     assert len(cuda.launches) == 4, "seed 0: captured once for two calls; seed 1: launched"
 
 
-def test_emulator_gets_bounds_writability_and_a_new_seed_each_launch() -> None:
+def test_emulator_gets_bounds_writability_and_a_new_seed_each_call() -> None:
     module = ToyModule()
     assert check(toy_family.candidate(), EmulatorLauncher(module, seed=40)).ok  # type: ignore[arg-type]
     buffers = {buffer.name: buffer for buffer in module.buffers[0]}
@@ -156,7 +156,7 @@ def test_emulator_gets_bounds_writability_and_a_new_seed_each_launch() -> None:
     }  # fmt: skip
     assert [name for name, buffer in buffers.items() if buffer.writable] == ["total", "log", "partial"]
     assert all(buffer.address % 256 == 0 for buffer in buffers.values())
-    assert module.seeds[:4] == [40, 41, 42, 43]
+    assert module.seeds[:6] == [40, 40, 41, 41, 42, 42], "both launches of a call; call, replay, second seed"
 
 
 def test_compare_wants_shape_finiteness_and_both_tolerances() -> None:
