@@ -194,9 +194,13 @@ def emit_trials(
 
 
 def unproven_trials(spec: Spec) -> list[TrialRecord]:
-    """A winner of one layout that nothing has checked; the default and the oracle are proven."""
-    trials = [trial for layout in LAYOUTS for trial in proven_trials(spec, layout, spec.default)]
-    return [*trials, make_trial(spec, "h8_p1", changed_default(spec, **SMALL), 5.0, checked_on="", relative_error=None)]
+    """One layout is proven; of the other nothing is, not even the default."""
+    unchecked: dict[str, Any] = {"checked_on": "", "relative_error": None}
+    return [
+        *proven_trials(spec, "h8_p64", spec.default),
+        make_trial(spec, "h8_p1", spec.default, 20.0, **unchecked),
+        make_trial(spec, "h8_p1", changed_default(spec, **SMALL), 5.0, **unchecked),
+    ]
 
 
 def verdict(ok: bool) -> Callable[..., Verdict]:
@@ -210,7 +214,7 @@ def test_what_has_no_proof_is_proven_first(
     asked = []
 
     def prove(source: Any, family: Any, candidate: Any, layout: Any, *_: Any, **__: Any) -> Verdict:
-        asked.append((candidate["tile_m"], layout["page_size"]))
+        asked.append((family.label(candidate), layout["page_size"]))
         return verdict(ok=True)()
 
     monkeypatch.setattr("kgen.pack.assemble.validate_in_emulator", prove)
@@ -218,20 +222,22 @@ def test_what_has_no_proof_is_proven_first(
     report = emit_trials(
         spec, unproven_trials(spec), tmp_path, toolchain, cache_dir, on_proof=lambda *a: told.append(a)
     )
-    assert asked == [(16, 1)]
-    assert [(number, count) for number, count, _ in told] == [(0, 1)]
-    assert len(report.proven_now) == 1
+    winner = changed_default(spec, **SMALL)
+    assert asked == [(spec.family.label(candidate), 1) for candidate in (spec.default, spec.oracle, winner)]
+    assert [(number, count) for number, count, _ in told] == [(0, 3), (1, 3), (2, 3)]
+    assert len(report.proven_now) == 3
     manifest = load_pack(report.out).manifest
-    winner = manifest.variants[manifest.dispatch["sm_120"]["h8_p1"].buckets[0].variant]
-    assert winner.proofs["h8_p1"].relative_error == 0.002
-    assert "h8_p64" not in winner.proofs
+    packed = manifest.variants[manifest.dispatch["sm_120"]["h8_p1"].buckets[0].variant]
+    assert packed.candidate == winner
+    assert packed.proofs["h8_p1"].relative_error == 0.002
+    assert "h8_p64" not in packed.proofs
 
 
 def test_a_wrong_winner_is_refused_by_name_and_nothing_is_written(
     spec: Spec, toolchain: Toolchain, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kgen.pack.assemble.validate_in_emulator", verdict(ok=False))
-    with pytest.raises(ValidationError, match=r"flash_m16_.* for h8_p1: is wrong, so it is not packed, out of ragged"):
+    with pytest.raises(ValidationError, match=r"flash_m64_.* for h8_p1: is wrong, so it is not packed, out of ragged"):
         emit_trials(spec, unproven_trials(spec), tmp_path, toolchain, cache_dir)
     assert not (tmp_path / "pack").exists()
 
@@ -258,6 +264,13 @@ def test_a_trial_of_another_template_does_not_win(spec: Spec, tmp_path: Path) ->
     trials = [*proven_trials(spec, "h8_p1", winner)]
     trials[2] = replace(trials[2], source_sha256="f" * 64)
     url = make_database(tmp_path / "tuning.sqlite", trials)
+    table = pack_from_database(spec, url, ["sm_120"], ["h8_p1"]).manifest.dispatch["sm_120"]["h8_p1"]
+    assert {bucket.variant for bucket in table.buckets} == {table.default}
+
+
+def test_an_unproven_candidate_does_not_win_beside_proven_ones(spec: Spec, tmp_path: Path) -> None:
+    faster = make_trial(spec, "h8_p1", changed_default(spec, **SMALL), 1.0, checked_on="", relative_error=None)
+    url = make_database(tmp_path / "tuning.sqlite", [*proven_trials(spec, "h8_p1", spec.default), faster])
     table = pack_from_database(spec, url, ["sm_120"], ["h8_p1"]).manifest.dispatch["sm_120"]["h8_p1"]
     assert {bucket.variant for bucket in table.buckets} == {table.default}
 

@@ -51,18 +51,19 @@ class Selection:
             and self._is_possible(record.candidate)
             and self._is_current(record, target)
         ]
-        current = {record.source_sha256 for record in trials}
         self.tables[name] = {}
         for layout_name in layouts:
+            layout = self.spec.layout(layout_name)
+            mine = [record for record in trials if dict(record.layout) == dict(layout)]
             found = winners(
                 self._db,
                 family=self.spec.family.name,
                 target=name,
-                layout=self.spec.layout(layout_name),
+                layout=layout,
                 arch=target.nvcc_arch,
-                sources=current,
+                sources=may_win(mine),
             )
-            self.tables[name][layout_name] = self._table(target, layout_name, found, trials)
+            self.tables[name][layout_name] = self._table(target, layout_name, found, proven(mine))
         if not any(table.buckets for table in self.tables[name].values()):
             wrong = f"holds no trial of {self.spec.family.name} for {name} with these templates"
             raise InputError("tuning database", wrong, remedy=f"kgen tune --spec {self.spec.path.name} --target {name}")
@@ -84,9 +85,8 @@ class Selection:
         return self._sources[key]
 
     def _table(
-        self, target: Target, layout_name: str, found: Sequence[Winner], trials: Iterable[TrialRecord]
+        self, target: Target, layout_name: str, found: Sequence[Winner], proofs: Mapping[str, Proof]
     ) -> PackedLayout:
-        proofs = proven(trials, self.spec.layout(layout_name))
         default = self._variant("default", self.spec.default, layout_name, target, proofs)
         oracle = self._variant("oracle", self.spec.oracle, layout_name, target, proofs)
         names = {
@@ -134,11 +134,17 @@ def proof_key(candidate: Candidate, source_sha256: str) -> str:
     return f"{source_sha256} {key_text(candidate)}"
 
 
-def proven(trials: Iterable[TrialRecord], layout: Layout) -> dict[str, Proof]:
-    """The proofs that trials of a layout left; one on a device goes before one in the emulator."""
+def may_win(trials: Sequence[TrialRecord]) -> set[str]:
+    """The sources of one layout that may win: those proven right, as in tuning; all of them where none is."""
+    proven_right = {record.source_sha256 for record in trials if record.checked_on}
+    return proven_right or {record.source_sha256 for record in trials}
+
+
+def proven(trials: Iterable[TrialRecord]) -> dict[str, Proof]:
+    """The proofs that the trials of one layout left; one on a device goes before one in the emulator."""
     proofs: dict[str, Proof] = {}
     for record in trials:
-        if record.checked_on and dict(record.layout) == dict(layout):
+        if record.checked_on:
             key = proof_key(record.candidate, record.source_sha256)
             if key not in proofs or (record.checked_on == "device" and proofs[key].checked_on != "device"):
                 proofs[key] = Proof(record.checked_on, record.relative_error)
