@@ -21,6 +21,8 @@ from kgen.validate import Verdict, validate_in_emulator
 
 MIN_GAIN = 0.01
 """Share of the mean time that another candidate must save to be worth a proof and a place in a pack."""
+TIE = 0.005
+"""Shares of the mean time closer than this are the same to a model."""
 SEEDS = (0,)
 """Inputs that a modelled winner is proven with; ``kgen check`` uses more."""
 
@@ -43,22 +45,24 @@ def choose_few(
     """At most ``most`` of the trials of one layout, which together serve every point nearly as fast as all would.
 
     Greedy: the candidate ``first`` where it is among them, then again and again the one that lowers the weighted mean
-    log time the most, until it would save less than `MIN_GAIN`. Of equal ones the smaller candidate key is taken.
-    Every trial is ok and has the times of the same points, one a weight.
+    log time the most, until it would save less than `MIN_GAIN`. Of those that save the same within `TIE`, it is the one
+    that differs from ``first`` in the fewest tunables, then the smaller candidate key: what the model cannot see, the
+    hand that picked ``first`` could. Every trial is ok and has the times of the same points, one a weight.
     """
-    left = {candidate_key(trial.candidate): trial for trial in sorted(trials, key=_key_of)}
+    left = {candidate_key(trial.candidate): trial for trial in trials}
     chosen = [left.pop(candidate_key(first))] if candidate_key(first) in left else []
     while left and len(chosen) < most:
         costs = {key: _mean_log_us([*chosen, trial], weights) for key, trial in left.items()}
-        key = min(costs, key=lambda name: costs[name])
-        if chosen and _mean_log_us(chosen, weights) - costs[key] < MIN_GAIN:
+        least = min(costs.values())
+        if chosen and _mean_log_us(chosen, weights) - least < MIN_GAIN:
             break
-        chosen.append(left.pop(key))
+        tied = [key for key, cost in costs.items() if cost - least <= TIE]
+        chosen.append(left.pop(min(tied, key=lambda key: (_differences(left[key].candidate, first), key))))
     return chosen
 
 
-def _key_of(trial: TrialRecord) -> str:
-    return candidate_key(trial.candidate)
+def _differences(candidate: Candidate, other: Candidate) -> int:
+    return sum(candidate.get(name) != value for name, value in other.items())
 
 
 def _mean_log_us(chosen: Sequence[TrialRecord], weights: Sequence[float]) -> float:

@@ -333,6 +333,19 @@ def test_a_gain_too_small_is_not_worth_a_proof() -> None:
     assert chosen(3, trial("default", 10, 10), trial("b", enough, 10)) == ["default", "b"]
 
 
+def test_what_the_model_cannot_tell_apart_is_decided_by_likeness_to_the_default() -> None:
+    def staged(stages: int, time_us: float) -> TrialRecord:
+        candidate = {"name": "tuned" if time_us < 10 else "default", "stages": stages}
+        return replace(trial(f"s{stages}", time_us, time_us), candidate=candidate)
+
+    default = staged(2, 10.0)
+    alike = replace(staged(2, 5.001), source_name="alike")
+    few = choose_few([staged(1, 5.0), default, alike], [0.5, 0.5], default.candidate, 3)
+    assert [record.source_name for record in few] == ["s2", "alike"]
+    faster = choose_few([staged(1, 4.9), default, alike], [0.5, 0.5], default.candidate, 3)
+    assert [record.source_name for record in faster] == ["s2", "s1"]
+
+
 # The real thing
 
 
