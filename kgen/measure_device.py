@@ -19,8 +19,9 @@ from kgen.family import Family, Plan, find_family
 from kgen.launchers import WORKSPACE_POISON, DeviceLauncher
 from kgen.measure_inputs import PointInputs
 from kgen.measure_job import Job, LoadedResources, key_of, target_from_json
+from kgen.model import floor_us
 from kgen.targets import Target
-from kgen.timing import LAUNCHES
+from kgen.timing import launches_per_replay
 from kgen.validate import Problems, validate
 
 CANARY_BYTES = 256 << 20
@@ -58,6 +59,7 @@ class DeviceBackend:
 
     device: Device
     stream: Stream
+    _limits: Target
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Loaded] = {}
@@ -66,7 +68,6 @@ class DeviceBackend:
         self._canary_buffers: tuple[DeviceBuffer, DeviceBuffer] | None = None
         self._budget_bytes = 0
         self._busy_at = -float("inf")
-        self._limits: Target | None = None
         self._envelope: Target | None = None
 
     def open(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -74,8 +75,9 @@ class DeviceBackend:
         self.device = Device.open(settings["ordinal"])
         self.stream = Stream()
         self._budget_bytes = int(self.device.free_bytes() * MEMORY_SHARE)
-        self._limits, self._envelope = target_from_json(settings["target"]), target_from_json(settings["envelope"])
-        if self._limits is not None and self._limits.compute_capability != self.device.compute_capability:
+        self._limits = target_from_json(settings["target"])
+        self._envelope = target_from_json(settings["envelope"]) if settings["envelope"] else None
+        if self._limits.compute_capability != self.device.compute_capability:
             raise DeviceError(
                 f"device {settings['ordinal']}",
                 f"is not of target {self._limits.name}",
@@ -171,13 +173,17 @@ class DeviceBackend:
         for buffer in workspace.values():
             self.device.fill(buffer.address, WORKSPACE_POISON, buffer.size_bytes, self.stream)
         self.stream.synchronize()
-        rotations = -(-LAUNCHES // prepared.sets)
+        launches = launches_per_replay(prepared.sets, self._floor_us(loaded, point))
         graph = Graph()
-        armed = _Armed(key, graph, rotations * prepared.sets, workspace)
+        armed = _Armed(key, graph, launches, workspace)
         loaded.armed[key_of(dict(point))] = armed
         with graph.capture(self.stream):
-            for _ in range(rotations):
+            for _ in range(launches // prepared.sets):
                 self._put_rotation(loaded, plan, prepared, workspace)
+
+    def _floor_us(self, loaded: _Loaded, point: Mapping[str, int]) -> float:
+        work = loaded.family.work(loaded.job.layout, point)
+        return floor_us(self._limits, flop=work.flop, bytes_moved=work.bytes)
 
     def _put_rotation(
         self, loaded: _Loaded, plan: Plan, prepared: PointInputs, workspace: Mapping[str, DeviceBuffer]

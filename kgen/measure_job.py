@@ -44,9 +44,9 @@ class Job:
         return cls(**{**data, "tolerances": tolerances, "minimum_cuda": tuple(minimum) if minimum else None})
 
 
-def target_from_json(data: Mapping[str, Any] | None) -> Target | None:
+def target_from_json(data: Mapping[str, Any]) -> Target:
     """A target from its ``dataclasses.asdict`` after a trip through JSON."""
-    return None if data is None else Target(**{**data, "compute_capability": tuple(data["compute_capability"])})
+    return Target(**{**data, "compute_capability": tuple(data["compute_capability"])})
 
 
 def key_of(*values: Mapping[str, Any] | str) -> str:

@@ -12,7 +12,8 @@ REPEATS = 7  # replays a reported time is the median of
 ESTIMATE_REPLAYS = 3  # replays of the quick estimate
 DROP_FACTOR = 1.6  # an estimate this much slower than the best known time is not refined
 CANARY_DRIFT = 0.10  # a canary this far from the session's first one means a degraded device
-LAUNCHES = 20  # launches a replayed graph holds at least, so that events and the graph's start do not weigh
+LAUNCHES = 20  # launches a replayed graph holds, so that events and the graph's start do not weigh
+REPLAY_US = 2000.0  # a replay that takes this long needs no more launches
 COLD_FACTOR = 2.5  # rotated inputs are this many times the L2 cache
 
 
@@ -36,9 +37,15 @@ def interleaved(count: int, rounds: int) -> Iterator[int]:
 
 
 def input_sets(set_bytes: int, l2_bytes: int, budget_bytes: int) -> int:
-    """How many copies of the inputs to rotate: at least 2, `COLD_FACTOR` times the L2 cache, inside the budget."""
+    """How many copies of the inputs to rotate: `COLD_FACTOR` times the L2 cache, inside the budget."""
     wanted = -(-int(COLD_FACTOR * l2_bytes) // max(set_bytes, 1))
-    return max(1, min(max(wanted, 2), budget_bytes // max(set_bytes, 1), 256))
+    return max(1, min(wanted, budget_bytes // max(set_bytes, 1), 256))
+
+
+def launches_per_replay(sets: int, floor_us: float) -> int:
+    """A multiple of ``sets``: `LAUNCHES` or more, or fewer that take `REPLAY_US` at ``floor_us`` each."""
+    wanted = min(LAUNCHES, max(1, round(REPLAY_US / floor_us)))
+    return -(-wanted // sets) * sets
 
 
 @dataclass

@@ -19,7 +19,7 @@ from kgen.errors import DeviceError
 from kgen.family import Tolerance, Value
 from kgen.measure import DeviceEvaluator
 from kgen.measure_job import Job, JobResult, MeasureLimits, target_from_json
-from kgen.timing import BestTimes, Canary, input_sets, interleaved, summarise
+from kgen.timing import BestTimes, Canary, input_sets, interleaved, launches_per_replay, summarise
 
 WORKER = Path(__file__).with_name("fake_worker.py")
 QUICK = MeasureLimits(load_s=2.0, check_s=2.0, time_s=2.0)
@@ -225,7 +225,6 @@ def test_job_and_target_survive_json() -> None:
     sent = job("a")
     assert Job.from_json(json.loads(json.dumps(sent.to_json()))) == sent
     assert target_from_json(json.loads(json.dumps(dataclasses.asdict(SM_120)))) == SM_120
-    assert target_from_json(None) is None
 
 
 def test_statistics() -> None:
@@ -243,9 +242,17 @@ def test_statistics() -> None:
     assert [bool(canary.degraded(us)) for us in (100.0, 110.0, 90.0, 110.1, 89.9)] == [False, False, False, True, True]
 
 
+def test_replays_are_long_enough_and_no_longer() -> None:
+    assert launches_per_replay(1, 1.0) == 20
+    assert launches_per_replay(7, 1.0) == 21, "whole rotations"
+    assert launches_per_replay(1, 400.0) == 5
+    assert launches_per_replay(2, 85_000.0) == 2, "one rotation at least"
+
+
 def test_input_sets_make_the_cache_cold_within_the_budget() -> None:
     l2 = 60 << 20
     assert input_sets(1 << 20, l2, 1 << 40) == 150, "2.5 caches"
-    assert input_sets(1 << 30, l2, 1 << 40) == 2, "rotated even where one set is larger than the cache"
+    assert input_sets(1 << 30, l2, 1 << 40) == 1, "one set is larger than 2.5 caches"
+    assert input_sets(100 << 20, l2, 1 << 40) == 2
     assert input_sets(1 << 30, l2, 1 << 30) == 1
     assert input_sets(100, l2, 1 << 40) == 256
