@@ -34,7 +34,7 @@ class TuneOptions:
     seed: int = 0
     jobs: int = 2
     evaluator: EvaluatorName = "auto"
-    proofs: int = 3
+    proofs: int = 4
 
 
 @dataclass(frozen=True)
