@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -23,6 +24,8 @@ from kgen.toolchain import Toolchain
 
 COMPILE_LIMIT_S = 120.0
 """Longest compile of one candidate."""
+PROMISING = 3
+"""Candidates a workload point that a device times because the model ranks them first."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,9 @@ class Evaluator(Protocol):
     @property
     def device(self) -> DeviceFingerprint | None:
         """What it times on, if it does."""
+
+    def promising(self, variants: Iterable[Variant]) -> list[Candidate]:
+        """Candidates that are worth a trial before any result is known, best first."""
 
     def evaluate(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
         """One trial a variant, in order, each as soon as it is done."""
@@ -140,6 +146,10 @@ class ModelEvaluator:
     def __init__(self, study: Study) -> None:
         self._study = study
         self.arch = study.target.nvcc_arch
+
+    def promising(self, variants: Iterable[Variant]) -> list[Candidate]:
+        """None: nothing knows more than a trial would."""
+        return []
 
     def finish(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
         """Nothing: a model says the same twice."""
@@ -217,14 +227,25 @@ def score(study: Study, record: TrialRecord) -> float | None:
 
 
 class DeviceTrials:
-    """Proves and times candidates on a GPU; of another architecture than the target's it is a proxy."""
+    """Proves and times candidates on a GPU, whose target is ``own``; where that is not the study's, as a proxy."""
 
     name: Literal["device"] = "device"
 
-    def __init__(self, study: Study, measure: DeviceEvaluator, arch: str) -> None:
-        self._study, self._measure, self.arch = study, measure, arch
-        self.evidence: Evidence = "measured" if arch == study.target.nvcc_arch else "proxy"
+    def __init__(self, study: Study, measure: DeviceEvaluator, own: Target) -> None:
+        self._study, self._measure, self._own, self.arch = study, measure, own, own.nvcc_arch
+        self.evidence: Evidence = "measured" if self.arch == study.target.nvcc_arch else "proxy"
         self.device: DeviceFingerprint | None = measure.fingerprint
+
+    def promising(self, variants: Iterable[Variant]) -> list[Candidate]:
+        """The `PROMISING` fastest at any point in the eyes of the model, those of most points first."""
+        model = ModelEvaluator(replace(self._study, target=self._own))
+        modelled = [trial for trial in model.evaluate(list(variants)) if trial.status == "ok"]
+        chosen: Counter[str] = Counter()
+        for place in range(len(self._study.points)):
+            modelled.sort(key=lambda trial: (trial.times[place].time_us, candidate_key(trial.candidate)))
+            chosen.update(candidate_key(trial.candidate) for trial in modelled[:PROMISING])
+        by_key = {candidate_key(trial.candidate): trial.candidate for trial in modelled}
+        return [by_key[key] for key, _ in sorted(chosen.items(), key=lambda item: (-item[1], item[0]))]
 
     def evaluate(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
         """One trial a variant. The default is timed in full even where a quick estimate rules it out."""

@@ -140,11 +140,15 @@ class Work:
 
 @dataclass(frozen=True)
 class LaunchDemand:
-    """What one launch asks of a chip, for the model: ``steps`` is of its longest block; the rest is per step or block."""
+    """What one launch asks of a chip, for the model: ``steps`` is of its longest block; the rest is per step or block.
+
+    ``stages`` is how many steps' rows a block holds at once: with one, nothing arrives while a step computes.
+    """
 
     entry: str
     blocks: int
     steps: int
+    stages: int
     step_mma_flop: float
     step_shared_bytes: float
     step_gather_bytes: float

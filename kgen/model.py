@@ -14,9 +14,11 @@ from kgen.targets import Target
 
 Bound = Literal["dram", "mma", "shared", "gather", "latency"]
 
-SYNC_CLK = 400.0
+SYNC_CLK = 830.0
 """What one barrier of a step exposes: draining the mma pipeline, softmax, exchange. Fitted (docs/model.md)."""
-STREAM_BYTES_PER_CLK = 24.0
+SHARED_EXPOSED = 0.5
+"""Share of a block's shared-memory time that its own mma do not hide: fragments are fetched one step ahead. Fitted."""
+STREAM_BYTES_PER_CLK = 42.0
 """Rate at which one SM moves what a block reads or writes once, through L2. Fitted (docs/model.md)."""
 
 
@@ -62,14 +64,16 @@ class _Step:
     shared: float
     gather: float
     sync: float
+    stages: int
 
     def period(self, sharing: int) -> float:
         """Clocks from one step of a block to its next, with ``sharing`` blocks on the SM.
 
-        A block alone computes what it has read, in one order, while its next rows arrive; with more blocks the
-        gaps fill up until one unit is busy all the time.
+        A block alone computes what it has read, in one order, while the rows of its other stages arrive; with more
+        blocks the gaps fill up until one unit is busy all the time.
         """
-        alone = max(self.mma + self.shared, self.gather) + self.sync
+        compute = self.mma + SHARED_EXPOSED * self.shared + self.sync
+        alone = max(compute, self.gather, (compute + self.gather) / self.stages)
         return max(alone, sharing * self.mma, sharing * self.shared, sharing * self.gather)
 
 
@@ -128,6 +132,7 @@ def _step(target: Target, demand: LaunchDemand, footprint: Footprint) -> _Step:
         shared=(demand.step_shared_bytes + spilled) / target.shared_bytes_per_clk,
         gather=demand.step_gather_bytes / target.gather_bytes_per_clk,
         sync=demand.step_syncs * SYNC_CLK,
+        stages=demand.stages,
     )
 
 

@@ -35,19 +35,15 @@ class Sampler(Protocol):
         """The score of a proposal, lower is better; None if it failed."""
 
 
-def make_sampler(space: Space, default: Candidate, *, trials: int, seed: int) -> Sampler:
-    """A sampler over ``space`` that proposes ``default`` first, if it is feasible.
+def make_sampler(space: Space, first: Sequence[Candidate], *, trials: int, seed: int) -> Sampler:
+    """A sampler over ``space`` that proposes the feasible ones of ``first`` first, in their order.
 
     A space of no more than ``trials`` candidates is listed in its own order.
     """
+    first = [candidate for candidate in first if candidate in space]
     if len(space.candidates) > trials:
-        return TpeSampler(space, default, seed)
-    return ListSampler(_with_first(space, default))
-
-
-def _with_first(space: Space, default: Candidate) -> list[Candidate]:
-    first = [default] if default in space else []
-    return first + [candidate for candidate in space.candidates if candidate != default]
+        return TpeSampler(space, first, seed)
+    return ListSampler([*first, *(candidate for candidate in space.candidates if candidate not in first)])
 
 
 class ListSampler:
@@ -73,11 +69,11 @@ class TpeSampler:
     Where a candidate is drawn again, its nearest neighbour that was not yet drawn is tried in its place.
     """
 
-    def __init__(self, space: Space, default: Candidate, seed: int) -> None:
+    def __init__(self, space: Space, first: Sequence[Candidate], seed: int) -> None:
         self._space = space
         self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
-        if default in space:
-            self._study.enqueue_trial(self._parameters(default))
+        for candidate in first:
+            self._study.enqueue_trial(self._parameters(candidate))
         shuffled = list(space.candidates)
         random.Random(seed).shuffle(shuffled)  # noqa: S311 - which neighbour is taken must not follow the listing
         self._left = {candidate_key(candidate): candidate for candidate in shuffled}

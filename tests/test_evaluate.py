@@ -145,7 +145,7 @@ class PretendedMeasure:
 
 
 def on_gpu(measure: PretendedMeasure, target: str = "sm_120") -> DeviceTrials:
-    return DeviceTrials(study(target), cast("DeviceEvaluator", measure), "sm_90")
+    return DeviceTrials(study(target), cast("DeviceEvaluator", measure), SPEC.targets["sm_90"])
 
 
 def test_a_timed_trial_is_a_proxy_on_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +163,19 @@ def test_a_dropped_point_is_its_estimate(monkeypatch: pytest.MonkeyPatch) -> Non
     (record,) = on_gpu(PretendedMeasure()).evaluate([variant()])
     assert [time.point for time in record.times] == list(study().points)
     assert [(time.time_us, len(time.samples_us)) for time in record.times] == [(5.0, 3), (5.0, 3), (50.0, 0)]
+
+
+def test_a_gpu_is_shown_what_the_model_thinks_of_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every point the model's three fastest, and not every candidate."""
+    built(monkeypatch)
+    every = [variant(tile_m=rows, stages=stages, k_split=4) for rows in (16, 32, 64) for stages in (1, 2, 3)]
+    found = on_gpu(PretendedMeasure()).promising(iter(every))
+    modelled = [trial for trial in ModelEvaluator(study("sm_90")).evaluate(every) if trial.status == "ok"]
+    for place in range(len(study().points)):
+        fastest = min(modelled, key=lambda trial: trial.times[place].time_us)
+        assert fastest.candidate in found
+    assert 3 <= len(found) < len(modelled)
+    assert ModelEvaluator(study()).promising(iter(every)) == []
 
 
 def test_only_the_default_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def all_feasible(asked: list[Candidate]) -> bool:
 
 def drawn_by(space: Space, count: int) -> list[Candidate]:
     """What optuna itself was asked and answered, before anything is put right."""
-    sampler = TpeSampler(space, SPEC.default, seed=0)
+    sampler = TpeSampler(space, [SPEC.default], seed=0)
     ask_all(sampler, count)
     tunables = list(space.tunables)
     return [
@@ -91,14 +91,14 @@ def test_an_infeasible_point_that_reaches_optuna_is_seen() -> None:
 
 
 def test_nothing_is_proposed_twice_and_the_default_comes_first() -> None:
-    asked = ask_all(make_sampler(SPACE, SPEC.default, trials=120, seed=0), 120)
+    asked = ask_all(make_sampler(SPACE, [SPEC.default], trials=120, seed=0), 120)
     assert asked[0] == SPEC.default
     assert len({candidate_key(candidate) for candidate in asked}) == 120
 
 
 def test_the_seed_decides() -> None:
     def asked(seed: int) -> list[Candidate]:
-        return ask_all(make_sampler(SPACE, SPEC.default, trials=40, seed=seed), 40)
+        return ask_all(make_sampler(SPACE, [SPEC.default], trials=40, seed=seed), 40)
 
     assert asked(0) == asked(0)
     assert asked(0) != asked(1)
@@ -106,12 +106,12 @@ def test_the_seed_decides() -> None:
 
 def test_tpe_can_use_the_space_up() -> None:
     few = replace(SPACE, candidates=SPACE.candidates[:20])
-    asked = ask_all(TpeSampler(few, SPACE.candidates[3], seed=0), 99)
+    asked = ask_all(TpeSampler(few, [SPACE.candidates[3]], seed=0), 99)
     assert sorted(map(candidate_key, asked)) == sorted(map(candidate_key, few.candidates))
 
 
 def test_a_small_space_is_listed() -> None:
-    sampler = make_sampler(SPACE, SPEC.default, trials=len(SPACE.candidates), seed=0)
+    sampler = make_sampler(SPACE, [SPEC.default], trials=len(SPACE.candidates), seed=0)
     assert isinstance(sampler, ListSampler)
     asked = ask_all(sampler, 10_000)
     assert asked[0] == SPEC.default

@@ -6,7 +6,7 @@ import hashlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from kgen.evaluate import Study, Variant, blank_record
+from kgen.family import Candidate
 from kgen.prove import Proof, SourceKey
 from kgen.records import DeviceFingerprint, Evidence, PointTime, TrialRecord
 from kgen.resources import SPECS
@@ -75,6 +76,9 @@ class PretendedEvaluator:
                 time_us = pretended_us(variant.layout_name, variant.candidate, number)
                 times.append(PointTime(dict(point), time_us, time_us, time_us))
             yield replace(record, status="ok", blocks_per_sm=1, times=tuple(times))
+
+    def promising(self, variants: Iterable[Variant]) -> list[Candidate]:
+        return []
 
     def finish(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
         yield from ()

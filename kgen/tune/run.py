@@ -113,7 +113,9 @@ class Run:
     def _search(self, layout_name: str, space: Space, trials: int, deadline: float | None) -> bool:
         """Try candidates until there are enough, or no time is left (then True)."""
         study = self._study
-        sampler = make_sampler(space, study.spec.default, trials=trials, seed=study.seed)
+        every = (self._rendered(layout_name, candidate, 0) for candidate in space.candidates)
+        first = [study.spec.default, *self._evaluator.promising(every)]
+        sampler = make_sampler(space, first, trials=trials, seed=study.seed)
         self._judge([self._variant(layout_name, study.spec.oracle, trials)])
         done = 0
         while done < trials and (proposals := sampler.ask(min(BATCH, trials - done))):
@@ -128,13 +130,17 @@ class Run:
         return False
 
     def _variant(self, layout_name: str, candidate: Candidate, number: int) -> Variant:
+        """The candidate as a trial of this run."""
+        variant = self._rendered(layout_name, candidate, number)
+        return self._variants.setdefault((layout_name, candidate_key(candidate)), variant)
+
+    def _rendered(self, layout_name: str, candidate: Candidate, number: int) -> Variant:
         layout = self._study.spec.layout(layout_name)
         family = self._study.family
         key = canonical_json([family.label(candidate), family.constants(candidate, layout)])
         if key not in self._sources:
             self._sources[key] = render(family, candidate, layout)
-        variant = Variant(number, layout_name, layout, candidate, self._sources[key])
-        return self._variants.setdefault((layout_name, candidate_key(candidate)), variant)
+        return Variant(number, layout_name, layout, candidate, self._sources[key])
 
     def _judge(self, variants: Sequence[Variant]) -> list[TrialRecord]:
         """The variants' trials in order: found in the database, else made and recorded one by one."""

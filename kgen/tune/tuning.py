@@ -111,4 +111,4 @@ def _make_evaluator(study: Study, device_arch: str | None, stack: ExitStack) -> 
         raise InputError(study.spec.label, "has no target of the GPU's architecture", seen=device_arch, remedy=remedy)
     envelope = None if study.envelope == own else study.envelope
     measure = stack.enter_context(DeviceEvaluator(own, envelope))
-    return DeviceTrials(study, measure, device_arch)
+    return DeviceTrials(study, measure, own)
