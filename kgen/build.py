@@ -166,10 +166,10 @@ def parse_resources(log: str) -> dict[str, EntryResources]:
 def _recipe(arch: str, toolchain: Toolchain) -> _Recipe:
     host = str(toolchain.host_compiler)
     if arch == EMULATOR:
-        from kgen.emulator import EMULATOR_FLAGS
+        from kgen.emulator import EMULATOR_FLAGS, EMULATOR_LIBRARIES
 
-        command = (host, *EMULATOR_FLAGS, "-I", str(INCLUDE), "-o", "{out}", "-")
-        identity = (*EMULATOR_FLAGS, toolchain.host_fingerprint, _emulator_headers_digest())
+        command = (host, *EMULATOR_FLAGS, "-I", str(INCLUDE), "-o", "{out}", "-", *EMULATOR_LIBRARIES)
+        identity = (*EMULATOR_FLAGS, *EMULATOR_LIBRARIES, toolchain.host_fingerprint, _emulator_headers_digest())
         return _Recipe(arch, command, "kernel.so", identity)
     toolchain.require(arch)
     command = (str(toolchain.nvcc), "-ccbin", host, f"-arch={arch}", *NVCC_FLAGS, "-o", "{out}", STDIN)

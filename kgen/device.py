@@ -146,7 +146,7 @@ class Device:
         call("cuCtxSetCurrent", self._context)
 
     def _attribute(self, name: str) -> int:
-        attribute = driver().CUdevice_attribute[f"CU_DEVICE_ATTRIBUTE_{name}"]
+        attribute = getattr(driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(call("cuDeviceGetAttribute", attribute, self._handle))
 
     @cached_property

@@ -47,7 +47,9 @@ class Function:
 
     def _attribute(self, name: str) -> int:
         api = driver()
-        return int(call("cuFuncGetAttribute", api.CUfunction_attribute[f"CU_FUNC_ATTRIBUTE_{name}"], self.handle))
+        return int(
+            call("cuFuncGetAttribute", getattr(api.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}"), self.handle)
+        )
 
     @property
     def registers(self) -> int:

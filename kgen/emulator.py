@@ -28,17 +28,15 @@ EMULATOR_FLAGS: Final[tuple[str, ...]] = (
     "-ffp-contract=off",
     "-fsanitize=bounds",  # of arrays in registers; the emulator handles the report itself
     "-nodefaultlibs",  # so no sanitizer library is needed
-    "-Wl,--no-as-needed",
-    "-lstdc++",
-    "-lm",
-    "-lgcc_s",
-    "-lc",
     "-U_FORTIFY_SOURCE",  # its longjmp check takes a switch of stacks for an error
     "-DKGEN_EMULATOR",
     "-x",
     "c++",
 )
 """Compiler flags, before the source; the includes need ``-I templates/include``."""
+
+EMULATOR_LIBRARIES: Final[tuple[str, ...]] = ("-lstdc++", "-lm", "-lgcc_s", "-lc")
+"""After the source: a static library is searched only for what is missing before it."""
 
 FAULT_KINDS: Final[tuple[str, ...]] = (
     "out_of_bounds",

@@ -406,7 +406,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     include = tmp_path / "include"
     (include / "kgen_emulator").mkdir(parents=True)
     (include / "kgen_emulator" / "value.hpp").write_text("#define VALUE 41\n")
-    emulator: Any = SimpleNamespace(EMULATOR_FLAGS=("-shared", "-fPIC", "-O0", "-x", "c++"))
+    emulator: Any = SimpleNamespace(EMULATOR_FLAGS=("-shared", "-fPIC", "-O0", "-x", "c++"), EMULATOR_LIBRARIES=())
     monkeypatch.setitem(sys.modules, "kgen.emulator", emulator)
     monkeypatch.setattr(build_module, "INCLUDE", include)
     return include

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kgen.emulator import EMULATOR_FLAGS, FAULT_KINDS, Buffer, CopyTiming, EmulatedModule, EmulatorFault
+from kgen.emulator import EMULATOR_FLAGS, EMULATOR_LIBRARIES, FAULT_KINDS, Buffer, CopyTiming, EmulatedModule, EmulatorFault
 from kgen.errors import EmulatorError, InputError
 
 KERNELS = Path(__file__).parent / "emulator_kernels"
@@ -49,7 +49,8 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 def compile_kernels(source: Path, output: Path) -> None:
     warnings = ("-Wall", "-Wextra", "-Werror")
-    subprocess.run(["g++", *warnings, "-I", str(INCLUDE), *EMULATOR_FLAGS, str(source), "-o", str(output)], check=True)
+    command = ["g++", *warnings, "-I", str(INCLUDE), *EMULATOR_FLAGS, str(source), "-o", str(output)]
+    subprocess.run([*command, *EMULATOR_LIBRARIES], check=True)
 
 
 def buffer(name: str, array: npt.NDArray[np.generic], *, writable: bool = False) -> Buffer:
