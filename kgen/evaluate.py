@@ -248,13 +248,19 @@ class DeviceTrials:
         return [by_key[key] for key, _ in sorted(chosen.items(), key=lambda item: (-item[1], item[0]))]
 
     def evaluate(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
-        """One trial a variant. The default is timed in full even where a quick estimate rules it out."""
+        """One trial a variant. The default is timed in full even where a quick estimate rules it out.
+
+        The oracle is proven and not timed: it would take longer than all the others together, and never wins.
+        """
         for variant, result in zip(variants, build_all(self._study, variants, self.arch), strict=True):
             record = blank_record(self._study, variant, self)
             if result.status != "ok":
                 yield not_built(record, result)
                 continue
             job = self._job(variant, result)
+            if variant.candidate == self._study.spec.oracle:
+                yield self._trial(record, result, [self._measure.check(job)])
+                continue
             keep = {job.name} if variant.candidate == self._study.spec.default else set()
             (found,) = self._measure.evaluate([job], self._study.points, keep)
             yield self._trial(record, result, [found])
@@ -299,6 +305,8 @@ class DeviceTrials:
 
     def _times(self, found: Sequence[JobResult]) -> tuple[PointTime, ...]:
         """In the order of the points; one that was dropped is represented by its estimate, without samples."""
+        if not any(item.times or item.dropped for item in found):
+            return ()
         timed = {canonical_json(time.point): time for item in found for time in item.times}
         for drop in (drop for item in found for drop in item.dropped):
             estimate = PointTime(dict(drop.point), drop.estimate_us, drop.estimate_us, drop.estimate_us)

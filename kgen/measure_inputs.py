@@ -43,16 +43,17 @@ class PointInputs:
     ) -> PointInputs:
         """Make the inputs once on the host; the other copies, within half the budget, are made on the device."""
         case = family.point_case(point)
-        inputs = {name: array for name, array in family.make_inputs(layout, case, seed=0).items() if array is not None}
+        inputs = family.make_inputs(layout, case, seed=0)
+        arrays = {name: array for name, array in inputs.items() if array is not None}
         outputs = family.output_arrays(layout, case, inputs)
         present = {name: array for name, array in outputs.items() if array is not None}
         offsets, set_bytes = {}, 0
-        for name, array in inputs.items():
+        for name, array in arrays.items():
             offsets[name] = set_bytes
             set_bytes += -(-max(array.nbytes, 1) // ALIGNMENT) * ALIGNMENT
         sets = input_sets(set_bytes, device.l2_bytes, budget_bytes // 2)
         arena = device.allocate(sets * set_bytes)
-        for name, array in inputs.items():
+        for name, array in arrays.items():
             device.copy_to_device(arena.address + offsets[name], array)
         for index in range(1, sets):
             device.copy_on_device(arena.address + index * set_bytes, arena.address, set_bytes, stream)

@@ -16,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kgen.emulator import EMULATOR_FLAGS, EMULATOR_LIBRARIES, FAULT_KINDS, Buffer, CopyTiming, EmulatedModule, EmulatorFault
+from kgen.emulator import (
+    EMULATOR_FLAGS,
+    EMULATOR_LIBRARIES,
+    FAULT_KINDS,
+    Buffer,
+    CopyTiming,
+    EmulatedModule,
+    EmulatorFault,
+)
 from kgen.errors import EmulatorError, InputError
 
 KERNELS = Path(__file__).parent / "emulator_kernels"

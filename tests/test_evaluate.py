@@ -136,6 +136,9 @@ class PretendedMeasure:
         result = JobResult(jobs[0], "ok", "", times, dropped, 1e-3, LoadedResources(200, 116_000, 0, 1))
         return [replace(result, **self.ending)]
 
+    def check(self, job: Job) -> JobResult:
+        return JobResult(job, "ok", "", (), (), 3e-3, LoadedResources(40, 116_000, 0, 1))
+
     def time_candidates(self, jobs: Sequence[Job], point: Point) -> list[JobResult]:
         self.rounds.append(([job.name for job in jobs], point))
         return [JobResult(job, "ok", "", (self._time(point),), (), 2e-3) for job in jobs]
@@ -156,6 +159,15 @@ def test_a_timed_trial_is_a_proxy_on_another_architecture(monkeypatch: pytest.Mo
     assert (record.shared_bytes, record.blocks_per_sm) == (116_000, 1)
     (own,) = on_gpu(PretendedMeasure(), "sm_90").evaluate([variant()])
     assert own.evidence == "measured"
+
+
+def test_the_oracle_is_proven_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    built(monkeypatch, resources={"verify_mla_oracle": EntryResources(40, 0, 0, 0, 0)})
+    measure = PretendedMeasure()
+    oracle = Variant(0, "h8_p1", LAYOUT, SPEC.oracle, render(SPEC.family, SPEC.oracle, LAYOUT))
+    (record,) = on_gpu(measure).evaluate([oracle])
+    assert (record.status, record.checked_on, record.relative_error, record.times) == ("ok", "device", 3e-3, ())
+    assert measure.kept == []
 
 
 def test_a_dropped_point_is_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
