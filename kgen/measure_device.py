@@ -206,9 +206,10 @@ class DeviceBackend:
         return [time_us / armed.launches for time_us in self._timed(armed.graph, replays)]
 
     def _warm(self, graph: Graph) -> None:
-        """Replay untimed: once, or for `WARMUP_S` where the device was idle and its clocks may have dropped."""
-        idle = time.monotonic() - self._busy_at > IDLE_S
-        end = time.monotonic() + (WARMUP_S if idle else 0.0)
+        """Replay untimed for `WARMUP_S` where the device was idle, since its clocks may have dropped."""
+        if time.monotonic() - self._busy_at <= IDLE_S:
+            return
+        end = time.monotonic() + WARMUP_S
         while True:
             graph.launch(self.stream)
             self.stream.synchronize()

@@ -13,7 +13,7 @@ ESTIMATE_REPLAYS = 3  # replays of the quick estimate
 DROP_FACTOR = 1.6  # an estimate this much slower than the best known time is not refined
 CANARY_DRIFT = 0.10  # a canary this far from the session's first one means a degraded device
 LAUNCHES = 20  # launches a replayed graph holds, so that events and the graph's start do not weigh
-REPLAY_US = 2000.0  # a replay that takes this long needs no more launches
+REPLAY_US = 1000.0  # a replay that takes this long needs no more launches
 COLD_FACTOR = 2.5  # rotated inputs are this many times the L2 cache
 
 

@@ -245,7 +245,7 @@ def test_statistics() -> None:
 def test_replays_are_long_enough_and_no_longer() -> None:
     assert launches_per_replay(1, 1.0) == 20
     assert launches_per_replay(7, 1.0) == 21, "whole rotations"
-    assert launches_per_replay(1, 400.0) == 5
+    assert launches_per_replay(1, 200.0) == 5
     assert launches_per_replay(2, 85_000.0) == 2, "one rotation at least"
 
 
