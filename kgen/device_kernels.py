@@ -67,10 +67,9 @@ class Function:
         return self._attribute("SHARED_SIZE_BYTES")
 
     def set_dynamic_shared(self, shared_bytes: int) -> None:
-        """Opt in to ``shared_bytes`` of dynamic shared memory per block; the SM gives all it can to shared memory."""
+        """Opt in to ``shared_bytes`` of dynamic shared memory per block."""
         attribute = driver().CUfunction_attribute
         call("cuFuncSetAttribute", self.handle, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        call("cuFuncSetAttribute", self.handle, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
 
     def launch(
         self,

@@ -170,7 +170,8 @@ class Family(ABC):
 
     ``params`` is the C struct that every entry takes; ``layout_constants`` are the layout fields compiled
     into the source (the others are run-time parameters, so layouts share cubins); ``inputs`` / ``outputs``
-    are the pointer parameters that a caller supplies (the remaining pointers are workspace).
+    are the pointer parameters that a caller supplies (the remaining pointers are workspace). ``streamed`` are the
+    inputs that no earlier kernel has just touched: timing finds them in DRAM, and the others in the L2 cache.
     """
 
     name: ClassVar[str]
@@ -178,6 +179,7 @@ class Family(ABC):
     params: ClassVar[ParameterStruct]
     layout_constants: ClassVar[tuple[str, ...]]
     inputs: ClassVar[tuple[str, ...]]
+    streamed: ClassVar[tuple[str, ...]]
     outputs: ClassVar[tuple[str, ...]]
     axes: ClassVar[tuple[str, ...]]
     constraints: ClassVar[tuple[Constraint, ...]]

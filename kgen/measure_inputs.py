@@ -1,4 +1,4 @@
-"""The inputs and outputs of one workload point on the GPU, in enough copies that the L2 cache stays cold."""
+"""The inputs and outputs of one workload point on the GPU: what is streamed in so many copies that L2 has none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLES = 1 << 20  # elements of an output that are compared, spread evenly
 
 @dataclass
 class PointInputs:
-    """``sets`` copies of a point's inputs, ``set_bytes`` apart, and one set of outputs.
+    """A point's inputs and outputs; of the streamed inputs ``sets`` copies, ``set_bytes`` apart, behind the others.
 
     ``expected`` holds samples (float64, by output) of what every kernel must compute here: the reference's
     where the point is small enough, else those of the first kernel that was confirmed, ``expected_of``.
@@ -41,22 +41,27 @@ class PointInputs:
     def make(
         cls, device: Device, stream: Stream, family: Family, layout: Layout, point: Point, budget_bytes: int
     ) -> PointInputs:
-        """Make the inputs once on the host; the other copies, within half the budget, are made on the device."""
+        """Make the inputs once on the host; copies, within half the budget, are made on the device."""
         case = family.point_case(point)
         inputs = family.make_inputs(layout, case, seed=0)
         arrays = {name: array for name, array in inputs.items() if array is not None}
         outputs = family.output_arrays(layout, case, inputs)
         present = {name: array for name, array in outputs.items() if array is not None}
-        offsets, set_bytes = {}, 0
-        for name, array in arrays.items():
-            offsets[name] = set_bytes
-            set_bytes += -(-max(array.nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        order = [name for name in arrays if name not in family.streamed]
+        resident_bytes = sum(_padded(arrays[name]) for name in order)
+        order += [name for name in arrays if name in family.streamed]
+        offsets, at = {}, 0
+        for name in order:
+            offsets[name] = at
+            at += _padded(arrays[name])
+        set_bytes = at - resident_bytes
         sets = input_sets(set_bytes, device.l2_bytes, budget_bytes // 2)
-        arena = device.allocate(sets * set_bytes)
+        arena = device.allocate(resident_bytes + sets * set_bytes)
         for name, array in arrays.items():
             device.copy_to_device(arena.address + offsets[name], array)
+        first = arena.address + resident_bytes
         for index in range(1, sets):
-            device.copy_on_device(arena.address + index * set_bytes, arena.address, set_bytes, stream)
+            device.copy_on_device(first + index * set_bytes, first, set_bytes, stream)
         stream.synchronize()
         made = cls(
             family=family,
@@ -76,8 +81,8 @@ class PointInputs:
 
     def pointers(self, index: int) -> dict[str, int]:
         """Addresses by parameter name, for copy ``index``."""
-        base = self.arena.address + index * self.set_bytes
-        inputs = {name: base + offset for name, offset in self.offsets.items()}
+        shift = dict.fromkeys(self.family.streamed, index * self.set_bytes)
+        inputs = {name: self.arena.address + at + shift.get(name, 0) for name, at in self.offsets.items()}
         return inputs | {name: buffer.address for name, buffer in self.output_buffers.items()}
 
     def poison(self, device: Device) -> None:
@@ -116,6 +121,11 @@ class PointInputs:
         """Give the device memory back."""
         for buffer in (self.arena, *self.output_buffers.values()):
             buffer.free()
+
+
+def _padded(array: Array) -> int:
+    """Bytes of an array up to the start of the next one."""
+    return -(-max(array.nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
 def _sample(array: Array) -> Array:

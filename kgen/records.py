@@ -49,8 +49,11 @@ class PointTime:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One candidate, tried once. ``target`` is whom the result is for, ``arch`` what was compiled, ``envelope`` whose
-    limits the launch kept; ``checked_on`` is ``emulator``, ``device`` or empty where nothing ran."""
+    """One candidate, tried once.
+
+    ``target`` is whom the result is for, ``arch`` what was compiled, ``envelope`` whose limits the launch kept;
+    ``checked_on`` is ``emulator``, ``device`` or empty where nothing ran.
+    """
 
     run_id: str
     family: str

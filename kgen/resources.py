@@ -18,9 +18,9 @@ GENERATED = ROOT / "generated"
 
 
 def find_spec(name: str) -> Path:
-    """The spec file called ``name``: as a path, then in ./specs, then among the shipped ones (``.yaml`` may be left out).
+    """The spec file called ``name``: as a path, then in ./specs, then among the shipped ones.
 
-    Raises InputError that lists the shipped specs.
+    ``.yaml`` may be left out. Raises InputError that lists the shipped specs.
     """
     names = [name] if name.endswith((".yaml", ".yml")) else [name, f"{name}.yaml"]
     for folder in (Path(), Path("specs"), SPECS):

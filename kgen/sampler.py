@@ -40,7 +40,8 @@ def make_sampler(space: Space, first: Sequence[Candidate], *, trials: int, seed:
 
     A space of no more than ``trials`` candidates is listed in its own order.
     """
-    first = [candidate for candidate in first if candidate in space]
+    once = {candidate_key(candidate): candidate for candidate in first if candidate in space}
+    first = list(once.values())
     if len(space.candidates) > trials:
         return TpeSampler(space, first, seed)
     return ListSampler([*first, *(candidate for candidate in space.candidates if candidate not in first)])

@@ -32,7 +32,7 @@ MEASURED = [  # candidate, nodes, batch, keys, microseconds: a hand-written kern
     (M16, 1, 1, 65536, 39.0),
 ]
 DEMAND = LaunchDemand(
-    "kernel", blocks=188, steps=100, step_mma_flop=4.0e6, step_shared_bytes=2.0e5, step_gather_bytes=36864.0,
+    "kernel", blocks=188, steps=100, stages=2, step_mma_flop=4.0e6, step_shared_bytes=2.0e5, step_gather_bytes=36864.0,
     step_syncs=2.0, block_bytes=1.0e5, dram_bytes=1.0e6,
 )  # fmt: skip
 

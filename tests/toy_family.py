@@ -52,6 +52,7 @@ class ToyFamily(Family):
     )
     layout_constants: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[str, ...]] = ("values", "offsets")
+    streamed: ClassVar[tuple[str, ...]] = ("values",)
     outputs: ClassVar[tuple[str, ...]] = ("total", "log")
     axes: ClassVar[tuple[str, ...]] = ("batch", "length")
     constraints: ClassVar[tuple[Constraint, ...]] = ()

@@ -86,20 +86,20 @@ def seconds(flag: str, text: str | None) -> float | None:
     return float(found[1]) * _UNITS_S[found[2]]
 
 
-def settings(spec: Spec, base: Mapping[str, Value], texts: Iterable[str]) -> dict[str, Value]:
-    """``base`` with ``NAME=VALUE`` texts applied; the values must be among those that the spec lists."""
+def settings(spec: Spec, base: Mapping[str, Value], texts: Iterable[str], flag: str = "--set") -> dict[str, Value]:
+    """``base`` with the ``NAME=VALUE`` texts of ``flag`` applied; the spec must list the values."""
     candidate = dict(base)
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise InputError("--set", "not NAME=VALUE", seen=repr(text), remedy="write it like --set tile_m=32")
+            raise InputError(flag, "not NAME=VALUE", seen=repr(text), remedy=f"write it like {flag} tile_m=32")
         if name not in spec.tunables:
             known = ", ".join(spec.tunables)
-            raise InputError("--set", f"{spec.label} has no such tunable", seen=repr(name), remedy=f"known: {known}")
+            raise InputError(flag, f"{spec.label} has no such tunable", seen=repr(name), remedy=f"known: {known}")
         known_values = {str(item): item for item in spec.tunables[name]}
         if value not in known_values:
             remedy = f"one of: {', '.join(known_values)}"
-            raise InputError("--set", f"{spec.label} does not list this value of {name}", seen=value, remedy=remedy)
+            raise InputError(flag, f"{spec.label} does not list this value of {name}", seen=value, remedy=remedy)
         candidate[name] = known_values[value]
     return candidate
 

@@ -19,6 +19,7 @@ from kgen.cli.options import (
     database_url,
     load,
     seconds,
+    settings,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +65,12 @@ def tune(
         str | None, typer.Option("--time-budget", metavar="TIME", help="Start nothing new after this: 90s, 10m, 2h.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Same seed, same candidates.")] = 0,
+    tries: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--try", metavar="NAME=VALUE,...", help="Try the default with these changes before others; repeatable."
+        ),
+    ] = None,
     jobs: JobsFlag = 2,
     db: DatabaseFlag = None,
     evaluator: Annotated[
@@ -88,6 +95,7 @@ def tune(
     Examples:
       kgen tune --spec verify_mla.yaml
       kgen tune --layout h8_p1 --layout h16_p1 --trials 64 --time-budget 10m
+      kgen tune --layout h8_p1 --try tile_m=32,k_split=4 --try tile_m=16,warps=4,row_groups=1,k_split=4
       kgen tune --target sm_90 --envelope sm_120 --evaluator device --json
 
     Trials go to --db; the table of winners goes to stdout.
@@ -109,6 +117,7 @@ def tune(
         seed=seed,
         jobs=jobs,
         evaluator=evaluator,
+        tries=[settings(loaded, loaded.default, text.split(","), "--try") for text in tries or ()],
     )
     with progress("trials") as advance:
         report = run(options, ProgressListener(advance))

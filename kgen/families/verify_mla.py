@@ -209,6 +209,7 @@ class VerifyMla(Family):
     inputs: ClassVar[tuple[str, ...]] = (
         "q", "kv_pool", "draft_kv", "kv_indices", "kv_indptr", "qo_indptr", "draft_slots", "tree_mask",
     )  # fmt: skip
+    streamed: ClassVar[tuple[str, ...]] = ("kv_pool",)  # q was just made, and all layers share lengths and indices
     outputs: ClassVar[tuple[str, ...]] = ("out", "lse")
     axes: ClassVar[tuple[str, ...]] = ("batch", "nodes", "prefix")
     constraints: ClassVar[tuple[Constraint, ...]] = (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from kgen.db.winners import Winner
+from kgen.family import Candidate
 from kgen.records import TrialRecord
 from kgen.spec import Spec
 
@@ -20,7 +21,7 @@ class TuneOptions:
 
     ``trials`` is per layout, the default included, the oracle not; ``envelope`` and ``layouts`` are the target itself
     and all layouts where None; ``db`` is a database URL; of modelled candidates at most ``proofs`` a layout are chosen
-    to be proven, the default among them.
+    to be proven, the default among them. ``tries`` are tried first, after the default.
     """
 
     spec: Spec
@@ -35,6 +36,7 @@ class TuneOptions:
     jobs: int = 2
     evaluator: EvaluatorName = "auto"
     proofs: int = 4
+    tries: Sequence[Candidate] = ()
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Run:
                 if options.time_budget_s is not None:
                     left_s = started + options.time_budget_s - time.monotonic()
                     deadline = time.monotonic() + left_s / (len(spaces) - index)
-                spent |= self._search(name, space, options.trials, deadline)
+                spent |= self._search(name, space, options, deadline)
             if self._evaluator.name == "device":
                 for name in spaces:
                     self._measure_finalists(name)
@@ -111,11 +111,11 @@ class Run:
             if name is not None and same_device and same_points:
                 self._memory.note(name, record)
 
-    def _search(self, layout_name: str, space: Space, trials: int, deadline: float | None) -> bool:
+    def _search(self, layout_name: str, space: Space, options: TuneOptions, deadline: float | None) -> bool:
         """Try candidates until there are enough, or no time is left (then True)."""
-        study = self._study
+        study, trials = self._study, options.trials
         every = (self._rendered(layout_name, candidate, 0) for candidate in space.candidates)
-        first = [study.spec.default, *self._evaluator.promising(every)]
+        first = [study.spec.default, *options.tries, *self._evaluator.promising(every)]
         sampler = make_sampler(space, first, trials=trials, seed=study.seed)
         self._judge([self._variant(layout_name, study.spec.oracle, trials)])
         done = 0

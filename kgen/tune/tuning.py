@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from contextlib import ExitStack
+from itertools import product
 
 from kgen.cuda_driver import device_count
 from kgen.db import TuningDatabase
@@ -12,7 +13,7 @@ from kgen.device import Device
 from kgen.errors import DeviceError, InputError
 from kgen.evaluate import DeviceTrials, Evaluator, ModelEvaluator, Study, floors_us
 from kgen.measure import DeviceEvaluator
-from kgen.space import enumerate_space
+from kgen.space import check_candidate, enumerate_space
 from kgen.toolchain import find_toolchain
 from kgen.tune.report import Listener, TuneOptions, TuneReport
 from kgen.tune.run import Run
@@ -21,15 +22,17 @@ from kgen.tune.run import Run
 def tune(options: TuneOptions, listener: Listener) -> TuneReport:
     """Tune every layout of the options and report their winners.
 
-    KeyboardInterrupt ends the run early with ``interrupted`` in the report. Raises InputError for unknown names and
-    numbers out of range, ToolchainError where nothing compiles for the target, DeviceError where the device is
-    missing or degraded; all trials made until then are kept.
+    KeyboardInterrupt ends the run early with ``interrupted`` in the report. Raises InputError for unknown names,
+    numbers out of range and candidates that do not fit, ToolchainError where nothing compiles for the target,
+    DeviceError where the device is missing or degraded; all trials made until then are kept.
     """
     started = time.monotonic()
     spec, target = options.spec, options.spec.target(options.target)
     envelope = spec.target(options.envelope or options.target)
     layouts = _layouts(options)
     spaces = {name: enumerate_space(spec, name, envelope) for name in layouts}
+    for name, candidate in product(layouts, options.tries):
+        check_candidate(spec, candidate, name, envelope)
     with ExitStack() as stack:
         database = stack.enter_context(TuningDatabase.open(options.db))
         device_arch, why = _choose_device(options)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kgen.family import Case, find_family
+from kgen.family import Case, Layout, find_family
 
 FOLDER = Path(__file__).parent
-LAYOUT = {"heads": 8, "latent": 512, "rope": 64, "dtype": "bf16", "page_size": 1, "scale_dim": 192}
+LAYOUT: Layout = {"heads": 8, "latent": 512, "rope": 64, "dtype": "bf16", "page_size": 1, "scale_dim": 192}
 CASES = (
     Case("tree", {"prefixes": [33, 0], "nodes": [3, 2], "lse": True}),
     Case("pool_draft", {"prefixes": [18], "nodes": [4], "draft": "pool", "wide": ["kv_indices"], "lse": True}),
@@ -30,11 +31,11 @@ def main() -> None:
     for seed, case in enumerate(CASES):
         inputs = family.make_inputs(LAYOUT, case, seed)
         expected = family.reference(LAYOUT, case, inputs)
-        arrays = {name: array for name, array in inputs.items() if array is not None}
+        arrays: dict[str, Any] = {name: array for name, array in inputs.items() if array is not None}
         arrays |= {f"expected_{name}": array.astype(np.float32) for name, array in expected.items()}
-        layout = np.frombuffer(json.dumps(LAYOUT).encode(), np.uint8)
-        options = np.frombuffer(json.dumps(dict(case.options)).encode(), np.uint8)
-        np.savez_compressed(FOLDER / f"{case.name}.npz", **arrays, layout=layout, options=options)
+        arrays["layout"] = np.frombuffer(json.dumps(LAYOUT).encode(), np.uint8)
+        arrays["options"] = np.frombuffer(json.dumps(dict(case.options)).encode(), np.uint8)
+        np.savez_compressed(FOLDER / f"{case.name}.npz", **arrays)
 
 
 if __name__ == "__main__":
