@@ -1,4 +1,3 @@
-# ruff: noqa: T201 - a script that prints
 """What dispatch costs on the host: a lookup, and a whole call without its kernels. Prints nanoseconds.
 
 Run from the checkout: ``python benchmarks/dispatch.py [PACK]``. Without a pack it makes a table of 3 x 4 x 3 points.
@@ -71,14 +70,13 @@ def time_call() -> float:
     from kgen.resources import find_spec
     from kgen.runtime.launch import DTYPES
     from kgen.runtime.tensors import TensorChecker
-    from kgen.runtime.verify_mla import VerifyMlaBinding
     from kgen.spec import load_spec
 
     family, capacity, device = find_family("verify_mla", "family"), {axis: AXES[axis][-1] for axis in AXES}, "cpu"
     candidate = load_spec(find_spec("verify_mla")).default
     variant = SimpleNamespace(candidate=candidate, source="source")
     pack: Any = SimpleNamespace(manifest=SimpleNamespace(variants={"v0": variant, "v1": variant}))
-    binding = VerifyMlaBinding(LAYOUT, capacity)
+    binding = family.binding(LAYOUT, capacity)
     dtypes = {name: getattr(torch, name) for name in DTYPES}
     call = PreparedCall(
         table=small_table(), family=family, binding=binding,

@@ -72,11 +72,12 @@ def run_case(layout: Layout, verify: PreparedCall, case: Case) -> list[str]:
     rows = max(len(tensors["kv_pool"]), len(pool))
     tensors["kv_pool"] = torch.empty((rows, pool.shape[1]), dtype=pool.dtype, device=pool.device)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
     with torch.cuda.graph(graph):
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
         verify(**tensors, **outputs)
-    if torch.cuda.memory_allocated() != before:
-        wrong.append(f"{case.name}: the captured call allocated memory")
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated
+    if allocated:
+        wrong.append(f"{case.name}: the captured call allocated memory {allocated} times")
     for name, array in changed.items():
         if array is not None:
             tensors[name][: len(array)].copy_(on_gpu(name, array))
@@ -116,9 +117,8 @@ def main() -> None:
         verify = prepare(pack, family="verify_mla", layout=name, capacity=capacity, device="cuda:0", checked=False)
         for case in FAMILY.cases(layout):
             found = run_case(layout, verify, case)
-            print(
-                f"{name} {case.name}: {'; '.join(found) if found else 'right, eager and replayed'} ({verify.last.variant})"
-            )
+            outcome = "; ".join(found) if found else "right, eager and replayed"
+            print(f"{name} {case.name}: {outcome} ({verify.last.variant})")
             wrong += found
         print(f"{name}: {host_time_us(layout, verify):.1f} us of host time a call")
     raise SystemExit(1 if wrong else 0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kgen.errors import DeviceError
 from kgen.measure import DeviceEvaluator
-from kgen.measure_job import Job, JobResult
+from kgen.measure.job import Job, JobResult
 from kgen.model import floor_us
 from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.manifest import cubin_path

@@ -12,9 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from kgen import cuda_driver
-from kgen.errors import DeviceError, KgenError
-from kgen.toolchain import (
+from kgen.build.toolchain import (
     GET_HOST,
     GET_NVCC,
     Toolchain,
@@ -24,6 +22,8 @@ from kgen.toolchain import (
     host_version,
     nvcc_candidates,
 )
+from kgen.device import cuda_driver
+from kgen.errors import DeviceError, KgenError
 
 WANTED_ARCHS = ("sm_90", "sm_120", "sm_121")
 GET_GPU_EXTRA = "pip install 'kgen[gpu]'"
@@ -125,7 +125,7 @@ def _chosen_nvcc(toolchain: Toolchain) -> Finding:
 
 
 def _ninja() -> Finding:
-    from kgen.ninja_run import ninja_path
+    from kgen.build.ninja_run import ninja_path
 
     try:
         return Finding("ninja", "ok", ninja_path())

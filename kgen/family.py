@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from kgen.binding import Binding
 from kgen.errors import InputError
 from kgen.targets import Target
 
@@ -199,6 +200,10 @@ class Family(ABC):
     @abstractmethod
     def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
         """Grids and workspace for the largest call; ``resident_blocks`` is of the main kernel, per SM."""
+
+    @abstractmethod
+    def binding(self, layout: Layout, capacity: Point) -> Binding:
+        """How a caller's tensors become the parameters of a call, for one layout and its capacities."""
 
     @abstractmethod
     def cases(self, layout: Layout) -> tuple[Case, ...]:

@@ -10,9 +10,9 @@ from itertools import product
 
 from kgen.errors import InputError
 from kgen.family import Candidate, Value
-from kgen.located_yaml import suggest
 from kgen.spec import Spec
-from kgen.spec_checks import violation
+from kgen.spec.checks import violation
+from kgen.spec.located_yaml import suggest
 from kgen.targets import Target
 
 _Tree = dict[Value, "_Tree"]

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kgen.cuda_driver import CudaError
+from kgen.device.cuda_driver import CudaError
 from kgen.errors import DeviceError, InputError
-from kgen.measure_job import Job
-from kgen.measure_worker import run
+from kgen.measure.job import Job
+from kgen.measure.worker import run
 
 
 class FakeBackend:

@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 
 from kgen import build as build_module
-from kgen import ninja_run
-from kgen.build import BuildResult, EntryResources, build, build_key, parse_resources
+from kgen.build import BuildResult, EntryResources, build, build_key, ninja_run, parse_resources
+from kgen.build.toolchain import Toolchain, find_toolchain
 from kgen.errors import BuildError, ToolchainError
-from kgen.toolchain import Toolchain, find_toolchain
 
 ARCH = "sm_120"
 INTERNAL = """\

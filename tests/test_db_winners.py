@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from kgen.canonical import key_text
 from kgen.db import TuningDatabase, Winner, trial_sha256, winners
-from kgen.errors import DatabaseError
+from kgen.db.reject import reject
+from kgen.errors import DatabaseError, InputError
 from kgen.records import TrialRecord
 
 
@@ -241,3 +242,25 @@ def test_the_retelling_notices_mixed_devices(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_time_of_an_unproven_kernel_never_gets_in(db: TuningDatabase) -> None:
     with pytest.raises(DatabaseError, match="not proven right"):
         won(db, make_trial(timed(1.0), checked_on=""))
+
+
+def test_a_rejected_source_is_out_for_every_layout_until_it_is_found_right(db: TuningDatabase) -> None:
+    slow = make_trial(timed(12.0), m=16)
+    fast = make_trial(timed(8.0), m=32, created_at=made_at(1))
+    elsewhere = replace(fast, layout={"heads": 16}, layout_name="v3")
+    db.add_all([slow, fast, elsewhere])
+    assert reject(db, fast.source_name, "racecheck: 42 hazards") == 2
+    [winner] = winners(db, family="verify_mla", target="sm_120")
+    assert tile_m(winner) == 16
+    assert [record.reason for record in db.trials(status="wrong_result")] == ["racecheck: 42 hazards"] * 2
+    assert reject(db, fast.source_name, "again") == 0, "what is out stays out once"
+    db.add_trial(make_trial(timed(8.0), m=32, run_id="later", created_at="2099-01-01T00:00:00+00:00"))
+    assert tile_m(winners(db, family="verify_mla", target="sm_120", layout=LAYOUT)[0]) == 32
+
+
+def test_reject_wants_a_known_source_and_a_reason(db: TuningDatabase) -> None:
+    db.add_trial(make_trial(timed(8.0)))
+    with pytest.raises(InputError, match="^SOURCE: no trial of it, 'other'; see: kgen show trials$"):
+        reject(db, "other", "why")
+    with pytest.raises(InputError, match="^--reason: is empty; say who found what$"):
+        reject(db, "verify_mla__m16", " ")

@@ -10,7 +10,6 @@ import fake_cuda
 import numpy as np
 import pytest
 
-from kgen import cuda_driver
 from kgen.device import (
     ArgumentBuffer,
     CudaError,
@@ -19,6 +18,7 @@ from kgen.device import (
     Event,
     Graph,
     Stream,
+    cuda_driver,
     device_count,
     driver_version,
     is_sticky,
@@ -232,7 +232,7 @@ def test_driver_older_than_the_cubin_needs(monkeypatch: pytest.MonkeyPatch, cuda
 
 
 def test_envelope_keeps_no_more_blocks_than_the_target_would() -> None:
-    from kgen.envelope import envelope_shared_bytes
+    from kgen.device.envelope import envelope_shared_bytes
 
     def blocks(target: Target, threads: int, registers: int, shared_bytes: int) -> int:
         return target.resident_blocks(threads=threads, registers=registers, shared_bytes=shared_bytes)
@@ -249,7 +249,7 @@ def test_envelope_keeps_no_more_blocks_than_the_target_would() -> None:
 
 
 def test_loading_pads_kernels_to_the_envelope(cuda: fake_cuda.FakeCuda) -> None:
-    from kgen.envelope import load_kernels
+    from kgen.device.envelope import load_kernels
 
     kernels = (Kernel("store", 128, 101360), Kernel("other", 32, 0))
     loaded = load_kernels(Device.open(), b"store other", kernels, envelope=SM_120, limits=SM_90)

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from kgen import cuda_driver, device, doctor, toolchain
+from kgen import device, doctor
+from kgen.build import toolchain
+from kgen.build.toolchain import NvccCandidate, Toolchain
+from kgen.device import cuda_driver
 from kgen.doctor import Finding, examine
 from kgen.errors import DeviceError
 from kgen.records import DeviceFingerprint
-from kgen.toolchain import NvccCandidate, Toolchain
 
 NAMES = [
     "python",

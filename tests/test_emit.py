@@ -19,6 +19,7 @@ from mla_packs import (
     sources_only_pack,
 )
 
+from kgen.build.toolchain import Toolchain, find_toolchain
 from kgen.db import TuningDatabase
 from kgen.errors import BuildError, InputError, ValidationError
 from kgen.pack import EmitReport, emit, pack_from_database, stale_reasons, verify_pack, write_pack
@@ -28,7 +29,6 @@ from kgen.render import render
 from kgen.runtime.manifest import cubin_path
 from kgen.runtime.pack_reader import Pack, load_pack
 from kgen.spec import Spec, load_spec
-from kgen.toolchain import Toolchain, find_toolchain
 from kgen.validate import CaseResult, Verdict
 
 LAYOUTS = ("h8_p1", "h8_p64")

@@ -11,15 +11,15 @@ from typing import Any, cast
 import pytest
 from tuning_doubles import TOOLCHAIN, small_spec
 
-from kgen import evaluate
 from kgen.build import BuildResult, EntryResources
-from kgen.evaluate import DeviceTrials, ModelEvaluator, Study, Variant, floors_us, score
 from kgen.family import Point
 from kgen.measure import DeviceEvaluator
-from kgen.measure_job import Job, JobResult, LoadedResources, PointDrop
+from kgen.measure.job import Job, JobResult, LoadedResources, PointDrop
 from kgen.model import Footprint, predict
 from kgen.records import DeviceFingerprint, PointTime, TrialRecord
 from kgen.render import render
+from kgen.tune import evaluate
+from kgen.tune.evaluate import DeviceTrials, ModelEvaluator, Study, Variant, floors_us, score
 
 SPEC = small_spec()
 LAYOUT = SPEC.layouts["h8_p1"]

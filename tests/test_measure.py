@@ -18,8 +18,8 @@ from test_device import SM_90, SM_120
 from kgen.errors import DeviceError
 from kgen.family import Tolerance, Value
 from kgen.measure import DeviceEvaluator
-from kgen.measure_job import Job, JobResult, MeasureLimits, target_from_json
-from kgen.timing import BestTimes, Canary, input_sets, interleaved, launches_per_replay, summarise
+from kgen.measure.job import Job, JobResult, MeasureLimits, target_from_json
+from kgen.measure.timing import BestTimes, Canary, input_sets, interleaved, launches_per_replay, summarise
 
 WORKER = Path(__file__).with_name("fake_worker.py")
 QUICK = MeasureLimits(load_s=2.0, check_s=2.0, time_s=2.0)
@@ -197,7 +197,7 @@ def test_worker_dies_with_its_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     text = (
         "import os, signal, sys\n"
-        "from kgen.measure_process import WorkerProcess\n"
+        "from kgen.measure.process import WorkerProcess\n"
         f"worker = WorkerProcess([sys.executable, {str(WORKER)!r}, {str(log)!r}, ''])\n"
         "worker.request('open', 30, settings={'ordinal': 0})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -14,12 +14,13 @@ import pytest
 import toy_family
 from test_device import SM_90, SM_120
 
-from kgen import cuda_driver, measure_device, measure_inputs
-from kgen.device import DriverTooOldError
+from kgen.device import DriverTooOldError, cuda_driver
 from kgen.errors import DeviceError, InputError
 from kgen.family import Family, Tolerance
-from kgen.measure_device import DeviceBackend
-from kgen.measure_job import Job
+from kgen.measure import gpu as measure_device
+from kgen.measure import inputs as measure_inputs
+from kgen.measure.gpu import DeviceBackend
+from kgen.measure.job import Job
 
 POINT = {"batch": 3, "length": 2000}
 SET_BYTES = 24064  # values, which are streamed; offsets are there once

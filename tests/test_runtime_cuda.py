@@ -17,8 +17,7 @@ import pytest
 import torch
 from packs import NAMES, invented_pack
 
-from kgen import cuda_driver
-from kgen.device import DriverTooOldError
+from kgen.device import DriverTooOldError, cuda_driver
 from kgen.family import Launch
 from kgen.pack import write_pack
 from kgen.runtime.backends import CudaBackend

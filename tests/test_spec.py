@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from kgen.errors import InputError, SpecError
 from kgen.family import Tolerance
-from kgen.located_yaml import SpecFileError, read_located
 from kgen.resources import SPECS
 from kgen.spec import load_spec
-from kgen.spec_file import json_schema
+from kgen.spec.file import json_schema
+from kgen.spec.located_yaml import SpecFileError, read_located
 from kgen.targets import Target
 
 SHIPPED = SPECS / "verify_mla.yaml"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kgen import toolchain as toolchain_module
+from kgen.build import toolchain as toolchain_module
+from kgen.build.toolchain import Toolchain, find_host_compiler, find_toolchain, host_version, nvcc_candidates
 from kgen.errors import ToolchainError
-from kgen.toolchain import Toolchain, find_host_compiler, find_toolchain, host_version, nvcc_candidates
 
 NEW = ("13.0.88", "sm_75 sm_90 sm_120 sm_121")
 OLD = ("12.4.131", "sm_80 sm_90")

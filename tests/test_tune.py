@@ -16,13 +16,13 @@ from tuning_doubles import Heard, Log, PretendedEvaluator, install, options, pre
 
 from kgen.db import TuningDatabase
 from kgen.errors import DeviceError, InputError
-from kgen.evaluate import Variant
 from kgen.family import Candidate, Value
-from kgen.prove import MIN_GAIN, choose_few
 from kgen.records import PointTime, TrialRecord
-from kgen.sampler import ListSampler, Sampler, TpeSampler, make_sampler
 from kgen.space import Space, candidate_key, enumerate_space
 from kgen.tune import TuneReport, run, tune, tuning
+from kgen.tune.evaluate import Variant
+from kgen.tune.prove import MIN_GAIN, choose_few
+from kgen.tune.sampler import ListSampler, Sampler, TpeSampler, make_sampler
 
 Tuned = Callable[..., tuple[TuneReport, Log]]
 SPEC = small_spec()

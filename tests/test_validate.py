@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import toy_family
 
-from kgen import cuda_driver
-from kgen.device import CudaError, Device
+from kgen.device import CudaError, Device, cuda_driver
+from kgen.device.envelope import load_kernels
 from kgen.emulator import Buffer
-from kgen.envelope import load_kernels
 from kgen.errors import EmulatorError
 from kgen.family import Case, Tolerance
-from kgen.launchers import DeviceLauncher, EmulatorLauncher, Launcher
 from kgen.validate import Problems, Verdict, compare, reversed_lengths, validate
+from kgen.validate.launchers import DeviceLauncher, EmulatorLauncher, Launcher
 
 FAMILY = toy_family.ToyFamily()
 

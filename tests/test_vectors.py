@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from kgen.build import build
+from kgen.build.toolchain import find_toolchain
 from kgen.emulator import EmulatedModule
 from kgen.family import Array, Candidate, Case, Layout, find_family
-from kgen.launchers import Call, EmulatorLauncher
 from kgen.render import render
 from kgen.resources import SPECS
 from kgen.spec import load_spec
-from kgen.toolchain import find_toolchain
 from kgen.validate import compare
+from kgen.validate.launchers import Call, EmulatorLauncher
 
 VECTORS = sorted((Path(__file__).parent / "vectors").glob("*.npz"))
 FAMILY = find_family("verify_mla", "test_vectors")

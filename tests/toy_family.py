@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kgen.binding import Binding
 from kgen.family import (
     Array,
     Candidate,
@@ -85,6 +86,9 @@ class ToyFamily(Family):
     def capacity(self, case: Case) -> Point:
         lengths = case.options["lengths"]
         return {"batch": len(lengths), "length": max(lengths)}
+
+    def binding(self, layout: Layout, capacity: Point) -> Binding:
+        raise NotImplementedError("the toy is not served")
 
     def make_inputs(self, layout: Layout, case: Case, seed: int) -> dict[str, Array | None]:
         lengths = case.options["lengths"]

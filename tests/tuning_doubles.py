@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 import pytest
 
-from kgen.evaluate import Study, Variant, blank_record
+from kgen.build.toolchain import Toolchain
 from kgen.family import Candidate
-from kgen.prove import Proof, SourceKey
 from kgen.records import DeviceFingerprint, Evidence, PointTime, TrialRecord
 from kgen.resources import SPECS
 from kgen.space import candidate_key
 from kgen.spec import Spec, load_spec
-from kgen.toolchain import Toolchain
 from kgen.tune import Listener, TuneOptions, TuneReport, run, tune, tuning
+from kgen.tune.evaluate import Study, Variant, blank_record
+from kgen.tune.prove import Proof, SourceKey
 
 TOOLCHAIN = Toolchain(Path("nvcc"), "13.0.0", ("sm_90", "sm_120"), Path("g++"), "g++ 12", "PATH")
 

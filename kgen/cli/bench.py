@@ -103,7 +103,7 @@ def _print(rows: Sequence[Row], axes: Sequence[str]) -> None:
     ]
     write_table(columns, [
         (row.layout, *(row.point[axis] for axis in axes), row.variant, row.match, f"{row.time_us:.1f}",
-         f"{row.time_us_min:.1f}", f"{row.time_us_max:.1f}", f"{row.default_us:.1f}", f"{row.time_us / row.floor_us:.1f}",
-         f"{row.gb_s:.0f}", f"{row.tflop_s:.0f}")
+         f"{row.time_us_min:.1f}", f"{row.time_us_max:.1f}", f"{row.default_us:.1f}",
+         f"{row.time_us / row.floor_us:.1f}", f"{row.gb_s:.0f}", f"{row.tflop_s:.0f}")
         for row in rows
     ])  # fmt: skip

@@ -121,6 +121,35 @@ def migrate_command(db: DatabaseFlag = None, json: JsonFlag = False) -> None:
         typer.echo(f"{url}: schema {report.before} -> {report.after}; backup in {report.backup}")
 
 
+@app.command("reject")
+def reject_command(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Name of a source, as kgen show trials prints it.")],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Who found what; kept with the trials.")],
+    db: DatabaseFlag = None,
+    json: JsonFlag = False,
+) -> None:
+    """Record that a source is wrong, whatever kgen's own checks said, so that it cannot win or be packed.
+
+    The trials stay; a wrong_result is added to each. A later run that finds the source right puts it back.
+
+    \b
+    Examples:
+      kgen db reject verify_mla__flash_m16_n16_s2_w4_g1_k4_bulk_eager_b2__d3c0729e --reason "racecheck: 42 hazards"
+
+    Trials go to --db.
+    """
+    from kgen.db import TuningDatabase
+    from kgen.db.reject import reject
+
+    url = database_url(db)
+    with TuningDatabase.open(url, create=False) as database:
+        added = reject(database, source, reason)
+    if json:
+        write_json({"db": url, "source": source, "added": added})
+    else:
+        typer.echo(f"{url}: {source} is out, in {added} trials")
+
+
 def _report_added(added: int, already_there: int, where: str, json: bool) -> None:
     if json:
         write_json({"db": where, "added": added, "already_there": already_there})

@@ -22,9 +22,9 @@ from kgen.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from kgen.build.toolchain import Toolchain
     from kgen.db import TuningDatabase
     from kgen.spec import Spec
-    from kgen.toolchain import Toolchain
 
 app = typer.Typer(no_args_is_help=True, help="Verify kernel packs.")
 
@@ -102,7 +102,7 @@ def _tuned(spec: Spec, database: TuningDatabase) -> list[str]:
 
 def _toolchain_for(spec: Spec, targets: Sequence[str]) -> Toolchain:
     """One toolchain that builds for all of the targets."""
-    from kgen.toolchain import find_toolchain
+    from kgen.build.toolchain import find_toolchain
 
     toolchain = find_toolchain(spec.target(targets[0]).nvcc_arch)
     for name in targets[1:]:
@@ -135,8 +135,8 @@ def verify(
 
     Findings go to stdout. Nothing is changed.
     """
+    from kgen.build.toolchain import find_toolchain
     from kgen.pack import verify_pack
-    from kgen.toolchain import find_toolchain
 
     report = verify_pack(folder, rebuild=rebuild, toolchain=find_toolchain() if rebuild else None, jobs=jobs)
     ok = report.ok and not (fail_if_stale and report.stale)

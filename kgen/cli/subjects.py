@@ -98,7 +98,7 @@ def run_checks(spec: Spec, subjects: Sequence[Subject], device: str, jobs: int) 
 def _checker_in_emulator(spec: Spec, subjects: Sequence[Subject], jobs: int) -> Callable[[Subject], Verdict]:
     """Compiles all sources at once, then checks one subject at a time."""
     from kgen.build import EMULATOR, build
-    from kgen.toolchain import find_toolchain
+    from kgen.build.toolchain import find_toolchain
     from kgen.validate import validate_in_emulator
 
     toolchain = find_toolchain(EMULATOR)
@@ -124,9 +124,9 @@ def _checker_in_emulator(spec: Spec, subjects: Sequence[Subject], jobs: int) -> 
 
 def _checker_on_gpu(spec: Spec) -> Callable[[Subject], Verdict]:
     from kgen.device import Device
-    from kgen.envelope import load_kernels
-    from kgen.launchers import DeviceLauncher
+    from kgen.device.envelope import load_kernels
     from kgen.validate import validate
+    from kgen.validate.launchers import DeviceLauncher
 
     device = Device.open(0)
 

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 
+from kgen.bf16 import from_bf16, to_bf16
+from kgen.binding import Binding, Sizes, TensorRule
+from kgen.errors import TensorError
 from kgen.family import (
     Array,
     Candidate,
@@ -34,6 +38,9 @@ from kgen.family import (
 )
 from kgen.targets import Target
 
+INDEX_ARRAYS = ("kv_indices", "kv_indptr", "qo_indptr", "draft_slots")  # their places are bits of wide_indices
+INDEX_DTYPES = ("int32", "int64")
+LOG2_E = math.log2(math.e)
 ROW_PAD_BYTES = 16  # shared rows of 1168 bytes: ldmatrix then touches every bank once
 SCORE_PAD = 8  # elements after each row of S and P in shared memory, for the same reason
 COMBINE_GROUPS = 4  # most threads that share the splits of one column of the combine
@@ -164,17 +171,6 @@ def _refill_has_a_stage(candidate: Candidate, layout: Layout, target: Target) ->
     return not _is_flash(candidate) or candidate["refill"] == "eager" or integer(candidate, "stages") >= 2
 
 
-def to_bf16(array: Array) -> Array:
-    """float32 to bf16 bits (uint16), rounded to nearest even."""
-    bits = array.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def from_bf16(array: Array) -> Array:
-    """bf16 bits (uint16) to float64."""
-    return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
 class VerifyMla(Family):
     """The family; shapes and dtypes of its parameters are beside them."""
 
@@ -218,7 +214,6 @@ class VerifyMla(Family):
         Constraint("shared memory fits", _shared_fits),
         Constraint("registers fit", _registers_fit),
     )
-    index_arrays: ClassVar[tuple[str, ...]] = ("kv_indices", "kv_indptr", "qo_indptr", "draft_slots")
 
     def label(self, candidate: Candidate) -> str:
         if not _is_flash(candidate):
@@ -275,6 +270,9 @@ class VerifyMla(Family):
             "partial_lse": splits * rows * 4,
         }
         return Plan(tuple(launches), workspace, _split_scalars(splits, rows, groups))
+
+    def binding(self, layout: Layout, capacity: Point) -> Binding:
+        return VerifyMlaBinding(layout, capacity)
 
     def cases(self, layout: Layout) -> tuple[Case, ...]:
         def case(name: str, prefixes: list[int], nodes: list[int], **options: Any) -> Case:
@@ -345,7 +343,7 @@ class VerifyMla(Family):
 
     def scalars(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> Mapping[str, int | float]:
         wide = 0
-        for bit, name in enumerate(self.index_arrays):
+        for bit, name in enumerate(INDEX_ARRAYS):
             array = inputs[name]
             if array is not None and array.dtype.itemsize == 8:
                 wide |= 1 << bit
@@ -356,7 +354,7 @@ class VerifyMla(Family):
             "heads": integer(layout, "heads"),
             "mask_words": 0 if mask is None else mask.shape[1],
             "wide_indices": wide,
-            "scale_log2": softmax_scale(layout) * math.log2(math.e),
+            "scale_log2": softmax_scale(layout) * LOG2_E,
         }
 
     def reference(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array]:
@@ -503,3 +501,129 @@ def _softmax_product(score: Array, values: Array) -> tuple[Array, Array]:
     with np.errstate(divide="ignore"):
         lse = np.log(total) + base
     return weight @ values / np.where(total > 0, total, 1.0)[:, None], lse
+
+
+class VerifyMlaBinding(Binding):
+    """The tensors and the options of a call.
+
+    ``scale`` is of the softmax (1/sqrt(scale_dim) of the layout by default). ``nodes`` is a promise that no request has
+    more tree nodes, which keeps grids small; by default it is what the mask has bits for, within the capacity.
+    """
+
+    rules: ClassVar[tuple[TensorRule, ...]] = (
+        TensorRule("q", ("bfloat16",), ("tokens", "heads", "head_dim"), aligned=True),
+        TensorRule("kv_pool", ("bfloat16",), ("slots", "1?", "head_dim"), rows_apart=True, aligned=True),
+        TensorRule("draft_kv", ("bfloat16",), ("tokens", "1?", "head_dim"), optional=True, aligned=True),
+        TensorRule("kv_indices", INDEX_DTYPES, ("entries",)),
+        TensorRule("kv_indptr", INDEX_DTYPES, ("batch + 1",)),
+        TensorRule("qo_indptr", INDEX_DTYPES, ("batch + 1",)),
+        TensorRule("draft_slots", INDEX_DTYPES, ("tokens",), optional=True),
+        TensorRule("tree_mask", ("int32",), ("tokens", "words"), optional=True),
+        TensorRule("out", ("bfloat16",), ("tokens", "heads", "latent"), aligned=True, writable=True),
+        TensorRule("lse", ("float32",), ("tokens", "heads"), optional=True, writable=True),
+    )
+    options: ClassVar[tuple[str, ...]] = ("scale", "nodes")
+    plan_axes: ClassVar[tuple[str, ...]] = ("batch", "nodes")
+
+    def __init__(self, layout: Layout, capacity: Point) -> None:
+        self._capacity = capacity
+        latent = int(layout["latent"])
+        self._fixed = {"heads": int(layout["heads"]), "latent": latent, "head_dim": latent + int(layout["rope"])}
+        self._scale = softmax_scale(layout)
+
+    def sizes(self, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Sizes:
+        """Tokens of ``q`` and requests of ``kv_indptr``, within the prepared capacity."""
+        tokens, batch = _rows("q", tensors["q"]), _rows("kv_indptr", tensors["kv_indptr"]) - 1
+        if not 0 <= batch <= self._capacity["batch"]:
+            seen = f"{batch} requests, prepared for {self._capacity['batch']}"
+            raise TensorError("kv_indptr", "must have one more entry than there are requests", seen=seen)
+        nodes = options["nodes"]
+        most = self._most_nodes(tensors["tree_mask"], nodes)
+        if tokens > batch * most:
+            raise TensorError("q", "has too many tokens", seen=f"{tokens} for {batch} requests of at most {most} nodes")
+        average = -(-tokens // batch) if batch else 0
+        return Sizes(
+            dimensions={"tokens": tokens, "batch + 1": batch + 1, **self._fixed},
+            point={"batch": batch, "nodes": average if nodes is None else nodes},
+            extents={"batch": batch, "nodes": most},
+            is_empty=tokens == 0,
+        )
+
+    def _most_nodes(self, mask: Any, promised: int | None) -> int:
+        """How many tree nodes a request may have in this call."""
+        capacity = self._capacity["nodes"]
+        shape: tuple[int, ...] = getattr(mask, "shape", ())
+        bits = shape[1] * 32 if len(shape) == 2 else capacity  # a mask of another shape is refused later
+        if promised is None:
+            return min(capacity, bits)
+        if not 0 < promised <= capacity:
+            raise TensorError("nodes", "is beyond the capacity", seen=f"{promised}, prepared for {capacity}")
+        if promised > bits:
+            raise TensorError("tree_mask", "has too few words", seen=f"{bits} bits for {promised} nodes")
+        return promised
+
+    def scalars(self, tensors: Mapping[str, Any], sizes: Sizes, options: Mapping[str, Any]) -> dict[str, int | float]:
+        """Strides, counts, the widths of the index tensors and the softmax scale."""
+        if (tensors["draft_kv"] is None) == (tensors["draft_slots"] is None):
+            seen = "neither" if tensors["draft_kv"] is None else "both"
+            raise TensorError("draft_kv", "give either it or draft_slots", seen=seen)
+        mask = tensors["tree_mask"]
+        words = 0 if mask is None else mask.shape[1]
+        wide = 0
+        for bit, name in enumerate(INDEX_ARRAYS):
+            if tensors[name] is not None and tensors[name].element_size() == 8:
+                wide |= 1 << bit
+        return {
+            "kv_stride": tensors["kv_pool"].stride(0),
+            "batch": sizes.extents["batch"],
+            "heads": self._fixed["heads"],
+            "mask_words": words,
+            "wide_indices": wide,
+            "scale_log2": (self._scale if options["scale"] is None else options["scale"]) * LOG2_E,
+        }
+
+    def check_content(self, tensors: Mapping[str, Any], sizes: Sizes) -> None:
+        """Offsets must rise from 0 and end in their tensors; slots must be in the pool, lengths within capacity."""
+        slots = tensors["kv_pool"].shape[0]
+        prefixes = _lengths("kv_indptr", tensors["kv_indptr"])
+        nodes = _lengths("qo_indptr", tensors["qo_indptr"])
+        for name, lengths, limit in (
+            ("kv_indptr", prefixes, self._capacity["prefix"]),
+            ("qo_indptr", nodes, sizes.extents["nodes"]),
+        ):
+            if max(lengths, default=0) > limit:
+                raise TensorError(name, f"has a request longer than {limit}", seen=str(max(lengths)))
+        tokens = sizes.dimensions["tokens"]
+        if sum(nodes) != tokens:
+            raise TensorError("qo_indptr", "must end at the number of tokens", seen=f"{sum(nodes)} instead of {tokens}")
+        entries = tensors["kv_indices"].shape[0]
+        if sum(prefixes) > entries:
+            seen = f"{sum(prefixes)}, but kv_indices has {entries} entries"
+            raise TensorError("kv_indptr", "ends beyond kv_indices", seen=seen)
+        _check_slots("kv_indices", tensors["kv_indices"][: sum(prefixes)], slots)
+        if tensors["draft_slots"] is not None:
+            _check_slots("draft_slots", tensors["draft_slots"], slots)
+
+
+def _rows(name: str, tensor: Any) -> int:
+    """The first dimension of a tensor whose other properties are checked later."""
+    shape: tuple[int, ...] = getattr(tensor, "shape", ())
+    if len(shape) == 0:
+        raise TensorError(name, "is not a torch tensor with dimensions", seen=type(tensor).__name__)
+    return int(shape[0])
+
+
+def _lengths(name: str, offsets: Any) -> list[int]:
+    values: list[int] = offsets.tolist()
+    lengths = [after - before for before, after in pairwise(values)]
+    if values[0] != 0 or min(lengths, default=0) < 0:
+        raise TensorError(name, "must start at 0 and never fall", seen=str(values[:8]))
+    return lengths
+
+
+def _check_slots(name: str, slots: Any, limit: int) -> None:
+    if slots.numel():
+        low, high = int(slots.min()), int(slots.max())
+        if low < 0 or high >= limit:
+            seen = f"{low if low < 0 else high} for {limit} rows"
+            raise TensorError(name, "points outside kv_pool", seen=seen)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import kgen
 from kgen.build import NVCC_FLAGS, BuildResult, build
-from kgen.cuda_driver import SMALLEST_DRIVER
+from kgen.build.toolchain import Toolchain
 from kgen.db import TuningDatabase
+from kgen.device.cuda_driver import SMALLEST_DRIVER
 from kgen.errors import BuildError, ValidationError
 from kgen.family import Kernel
 from kgen.pack.select import Selection, Variant
@@ -33,7 +34,6 @@ from kgen.runtime.manifest import (
 from kgen.runtime.pack_reader import Pack
 from kgen.spec import Spec
 from kgen.targets import Target
-from kgen.toolchain import Toolchain
 from kgen.validate import validate_in_emulator
 
 COMPILE_LIMIT_S = 300.0

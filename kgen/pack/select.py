@@ -14,7 +14,7 @@ from kgen.records import TrialRecord
 from kgen.render import Source, render
 from kgen.runtime.manifest import PackedBucket, PackedLayout, Proof, Role
 from kgen.spec import Spec
-from kgen.spec_checks import violation
+from kgen.spec.checks import violation
 from kgen.targets import Target
 
 

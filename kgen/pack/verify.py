@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kgen.build import build
+from kgen.build.toolchain import Toolchain
 from kgen.db import TuningDatabase
 from kgen.errors import KgenError, PackError
 from kgen.family import find_family
@@ -19,7 +20,6 @@ from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.manifest import Value
 from kgen.runtime.pack_reader import Pack, load_pack
 from kgen.spec import Spec, load_spec
-from kgen.toolchain import Toolchain
 
 
 @dataclass(frozen=True)

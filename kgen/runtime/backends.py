@@ -119,8 +119,8 @@ class EmulatorBackend:
     def load(self, pack: Pack, sources: Sequence[str], arch: str) -> None:
         """Compile and load. Raises ToolchainError without a C++ compiler, BuildError if a source does not compile."""
         from kgen.build import EMULATOR, build
+        from kgen.build.toolchain import find_toolchain
         from kgen.emulator import EmulatedModule
-        from kgen.toolchain import find_toolchain
 
         texts = [_text(pack, source) for source in sources]
         for result in build(

@@ -10,19 +10,17 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kgen.binding import Binding, Point
 from kgen.errors import InputError, PackError
 from kgen.runtime.backends import Backend, CudaBackend, EmulatorBackend
-from kgen.runtime.binding import Binding, Point
 from kgen.runtime.dispatch import Dispatcher, Explanation, Match, Table, arch_capability
 from kgen.runtime.manifest import Value
 from kgen.runtime.pack_reader import Pack
 from kgen.runtime.tensors import Region, TensorChecker
-from kgen.runtime.verify_mla import VerifyMlaBinding
 
 if TYPE_CHECKING:
     from kgen.family import Family, Launch
 
-BINDINGS = {"verify_mla": VerifyMlaBinding}
 DTYPES = ("bfloat16", "float32", "int32", "int64")
 
 
@@ -159,7 +157,7 @@ def prepare(
 
     from kgen.family import find_family
 
-    if pack.manifest.family != family or family not in BINDINGS:
+    if pack.manifest.family != family:
         raise PackError(pack.where, f"is no pack of {family}", seen=f"it holds {pack.manifest.family}")
     described = find_family(family, "family")
     _check_capacity(described.axes, capacity)
@@ -177,7 +175,7 @@ def prepare(
     else:
         raise InputError("device", "must be cpu or cuda", seen=str(on))
     table = dispatcher.table(chosen, layout)
-    binding = BINDINGS[family](table.packed.layout, capacity)
+    binding = described.binding(table.packed.layout, capacity)
     call = PreparedCall(
         table=table,
         family=described,

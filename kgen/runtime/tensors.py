@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kgen.binding import TensorRule
 from kgen.errors import TensorError
 
 ALIGNMENT_BYTES = 16
@@ -19,24 +19,6 @@ class Region(NamedTuple):
     address: int
     size_bytes: int
     writable: bool
-
-
-@dataclass(frozen=True)
-class TensorRule:
-    """What one tensor of a call must be.
-
-    ``dtypes`` are torch's names. ``shape`` names its dimensions: those in the call's sizes are required, others
-    are free; ``1?`` is a dimension of 1 that may be left out. It must be contiguous, or only its rows (all but the
-    first dimension) if ``rows_apart``. ``aligned`` asks for 16-byte addresses of the tensor and of its rows.
-    """
-
-    name: str
-    dtypes: tuple[str, ...]
-    shape: tuple[str, ...]
-    optional: bool = False
-    rows_apart: bool = False
-    aligned: bool = False
-    writable: bool = False
 
 
 class TensorChecker:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from kgen.canonical import canonical_json
 from kgen.db import TuningDatabase
 from kgen.db.winners import Winner, device_key, winners
-from kgen.evaluate import Evaluator, Study, Variant, score
 from kgen.family import Candidate
-from kgen.prove import Proof, SourceKey, choose_few, prove, proven_trial
 from kgen.records import PROTOCOL_VERSION, TrialRecord
 from kgen.render import Source, render
-from kgen.sampler import make_sampler
 from kgen.space import Space, candidate_key
+from kgen.tune.evaluate import Evaluator, Study, Variant, score
+from kgen.tune.prove import Proof, SourceKey, choose_few, prove, proven_trial
 from kgen.tune.report import Listener, TuneOptions
+from kgen.tune.sampler import make_sampler
 
 BATCH = 8
 """Candidates asked for at once. Fixed, so that the number of jobs does not change what is asked next."""

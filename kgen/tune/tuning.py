@@ -7,14 +7,14 @@ import uuid
 from contextlib import ExitStack
 from itertools import product
 
-from kgen.cuda_driver import device_count
+from kgen.build.toolchain import find_toolchain
 from kgen.db import TuningDatabase
 from kgen.device import Device
+from kgen.device.cuda_driver import device_count
 from kgen.errors import DeviceError, InputError
-from kgen.evaluate import DeviceTrials, Evaluator, ModelEvaluator, Study, floors_us
 from kgen.measure import DeviceEvaluator
 from kgen.space import check_candidate, enumerate_space
-from kgen.toolchain import find_toolchain
+from kgen.tune.evaluate import DeviceTrials, Evaluator, ModelEvaluator, Study, floors_us
 from kgen.tune.report import Listener, TuneOptions, TuneReport
 from kgen.tune.run import Run
 

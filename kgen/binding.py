@@ -7,9 +7,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kgen.runtime.tensors import TensorRule
-
 Point = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """What one tensor of a call must be.
+
+    ``dtypes`` are torch's names. ``shape`` names its dimensions: those in the call's sizes are required, others
+    are free; ``1?`` is a dimension of 1 that may be left out. It must be contiguous, or only its rows (all but the
+    first dimension) if ``rows_apart``. ``aligned`` asks for 16-byte addresses of the tensor and of its rows.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    shape: tuple[str, ...]
+    optional: bool = False
+    rows_apart: bool = False
+    aligned: bool = False
+    writable: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from kgen.build import build
 from kgen.emulator import EmulatedModule
 from kgen.errors import EmulatorError
 from kgen.family import Array, Candidate, Case, Family, Layout, Tolerance
-from kgen.launchers import Call, EmulatorLauncher, Launcher, Outcome
+from kgen.validate.launchers import Call, EmulatorLauncher, Launcher, Outcome
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kgen.build.toolchain import Toolchain
     from kgen.render import Source
-    from kgen.toolchain import Toolchain
 
 REPLAY_SEED = 1000  # added to a case's seed for the call that replays its launches
 

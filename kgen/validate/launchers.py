@@ -16,8 +16,8 @@ from typing import ClassVar
 import numpy as np
 
 from kgen.device import ArgumentBuffer, CudaError, Device, Graph, Stream
+from kgen.device.envelope import LoadedKernels
 from kgen.emulator import Buffer, EmulatedModule
-from kgen.envelope import LoadedKernels
 from kgen.family import Array, Family, Plan
 
 GUARD_BYTES = 1024  # before and after every array

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Literal, Protocol, cast
 
 from kgen.build import NVCC_FLAGS, BuildResult, build
+from kgen.build.toolchain import Toolchain
 from kgen.canonical import canonical_json
 from kgen.family import Candidate, Family, Kernel, Layout, Point
 from kgen.measure import DeviceEvaluator
-from kgen.measure_job import Job, JobResult
+from kgen.measure.job import Job, JobResult
 from kgen.model import Footprint, floor_us, predict
 from kgen.records import PROTOCOL_VERSION, DeviceFingerprint, Evidence, PointTime, Status, TrialRecord
 from kgen.render import Source
 from kgen.space import candidate_key
 from kgen.spec import Spec
 from kgen.targets import Target
-from kgen.toolchain import Toolchain
 
 COMPILE_LIMIT_S = 120.0
 """Longest compile of one candidate."""

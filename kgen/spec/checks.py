@@ -9,8 +9,8 @@ from typing import Any
 
 from kgen.errors import SpecError
 from kgen.family import Candidate, Family, Layout, Value, families
-from kgen.located_yaml import FieldPath, LocatedYaml, suggest
-from kgen.spec_file import WorkloadSection
+from kgen.spec.file import WorkloadSection
+from kgen.spec.located_yaml import FieldPath, LocatedYaml, suggest
 from kgen.targets import Target
 
 MAX_CANDIDATES = 1_000_000

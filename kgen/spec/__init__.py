@@ -12,10 +12,10 @@ from typing import Any
 
 from kgen.errors import InputError, SpecError
 from kgen.family import Candidate, Family, Layout, Point, Tolerance, Value, find_family
-from kgen.located_yaml import LocatedYaml, SpecFileError, label_of, read_located, suggest
 from kgen.resources import SPECS
-from kgen.spec_checks import check_sections
-from kgen.spec_file import SpecFile, TargetFile, WorkloadSection, structure_errors, target_from
+from kgen.spec.checks import check_sections
+from kgen.spec.file import SpecFile, TargetFile, WorkloadSection, structure_errors, target_from
+from kgen.spec.located_yaml import LocatedYaml, SpecFileError, label_of, read_located, suggest
 from kgen.targets import Target
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from kgen.errors import DeviceError
 from kgen.family import Point
-from kgen.measure_job import Job, JobResult, LoadedResources, MeasureLimits, PointDrop, key_of
-from kgen.measure_process import WORKER_COMMAND, WorkerError, WorkerProcess
+from kgen.measure.job import Job, JobResult, LoadedResources, MeasureLimits, PointDrop, key_of
+from kgen.measure.process import WORKER_COMMAND, WorkerError, WorkerProcess
+from kgen.measure.timing import ESTIMATE_REPLAYS, REPEATS, BestTimes, Canary, interleaved, summarise
 from kgen.records import DeviceFingerprint, PointTime, Status
 from kgen.targets import Target
-from kgen.timing import ESTIMATE_REPLAYS, REPEATS, BestTimes, Canary, interleaved, summarise
 
 
 @dataclass

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from kgen.device import ArgumentBuffer, Device, DeviceBuffer, Event, Graph, Stream
-from kgen.envelope import LoadedKernels, load_kernels
+from kgen.device.envelope import LoadedKernels, load_kernels
 from kgen.errors import DeviceError
 from kgen.family import Family, Plan, find_family
-from kgen.launchers import WORKSPACE_POISON, DeviceLauncher
-from kgen.measure_inputs import PointInputs
-from kgen.measure_job import Job, LoadedResources, key_of, target_from_json
+from kgen.measure.inputs import PointInputs
+from kgen.measure.job import Job, LoadedResources, key_of, target_from_json
+from kgen.measure.timing import launches_per_replay
 from kgen.model import floor_us
 from kgen.targets import Target
-from kgen.timing import launches_per_replay
 from kgen.validate import Problems, validate
+from kgen.validate.launchers import WORKSPACE_POISON, DeviceLauncher
 
 CANARY_BYTES = 256 << 20
 CANARY_REPLAYS = 21
@@ -55,7 +55,7 @@ class _Loaded:
 
 
 class DeviceBackend:
-    """Measures on one GPU; see `kgen.measure_worker.Backend` for the protocol."""
+    """Measures on one GPU; see `kgen.measure.worker.Backend` for the protocol."""
 
     device: Device
     stream: Stream

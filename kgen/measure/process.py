@@ -18,7 +18,7 @@ from typing import Any
 from kgen.errors import DeviceError, KgenError
 from kgen.records import Status
 
-WORKER_COMMAND = (sys.executable, "-m", "kgen.measure_worker")
+WORKER_COMMAND = (sys.executable, "-m", "kgen.measure.worker")
 GRACE_S = 5.0  # between the end of a worker's requests and its killing
 STDERR_TAIL = 600
 

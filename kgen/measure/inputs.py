@@ -9,9 +9,9 @@ import numpy as np
 
 from kgen.device import Device, DeviceBuffer, Stream
 from kgen.family import Array, Case, Family, Layout, Point, Tolerance
-from kgen.launchers import ALIGNMENT
-from kgen.timing import input_sets
+from kgen.measure.timing import input_sets
 from kgen.validate import CaseResult, compare
+from kgen.validate.launchers import ALIGNMENT
 
 REFERENCE_FLOP = 1e9  # the reference of a larger point takes more than about a second on the host
 SAMPLES = 1 << 20  # elements of an output that are compared, spread evenly

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kgen import compile_step
+from kgen.build import compile_step
+from kgen.build.toolchain import compiler_environment
 from kgen.errors import BuildError, ToolchainError
-from kgen.toolchain import compiler_environment
 
 _RUN_PREFIX, _RUN_KEPT_S = "run.", 24 * 3600
 _STOP_LIMIT_S = 10

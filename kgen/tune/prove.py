@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kgen.build import EMULATOR, build
-from kgen.evaluate import COMPILE_LIMIT_S, Study, Variant
+from kgen.build.toolchain import Toolchain
 from kgen.family import Candidate, Family, Tolerance
 from kgen.records import TrialRecord
 from kgen.space import candidate_key
-from kgen.toolchain import Toolchain
+from kgen.tune.evaluate import COMPILE_LIMIT_S, Study, Variant
 from kgen.validate import Verdict, validate_in_emulator
 
 MIN_GAIN = 0.01

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kgen.errors import SpecError
-from kgen.located_yaml import FieldPath, LocatedYaml, shorten, suggest
+from kgen.spec.located_yaml import FieldPath, LocatedYaml, shorten, suggest
 from kgen.targets import Target
 
 _NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_]*$"

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kgen import compile_step
+from kgen.build import compile_step
+from kgen.build.ninja_run import run_jobs
+from kgen.build.toolchain import STDIN, Toolchain
 from kgen.errors import BuildError
-from kgen.ninja_run import run_jobs
 from kgen.resources import INCLUDE
-from kgen.toolchain import STDIN, Toolchain
 
 if TYPE_CHECKING:
     from kgen.render import Source

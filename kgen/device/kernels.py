@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from kgen.cuda_driver import CudaError, call, driver
+from kgen.device.cuda_driver import CudaError, call, driver
 
 
 class Stream:

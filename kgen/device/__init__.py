@@ -1,4 +1,4 @@
-"""One GPU: memory, streams, graphs. With `kgen.cuda_driver` and `kgen.device_kernels`, all that touches the driver.
+"""One GPU: memory, streams, graphs. This package is all that touches the driver.
 
 Device addresses and stream handles are plain integers, so that they mix with other libraries' (torch's
 data_ptr and cuda_stream): a `Device` works in the primary context, which those libraries use too.
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kgen.cuda_driver import (
+from kgen.device.cuda_driver import (
     SMALLEST_DRIVER,
     CudaError,
     DriverTooOldError,
@@ -23,7 +23,7 @@ from kgen.cuda_driver import (
     driver_version,
     is_sticky,
 )
-from kgen.device_kernels import ArgumentBuffer, Function, Module, Stream, handle_of, resident_blocks
+from kgen.device.kernels import ArgumentBuffer, Function, Module, Stream, handle_of, resident_blocks
 from kgen.errors import DeviceError
 from kgen.family import Array
 from kgen.records import DeviceFingerprint

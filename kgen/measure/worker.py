@@ -1,6 +1,6 @@
 """The process that holds the GPU: reads one JSON request a line, answers one JSON reply a line.
 
-It is killed when it takes too long, so it keeps nothing that the other side needs. ``python -m kgen.measure_worker``
+It is killed when it takes too long, so it keeps nothing that the other side needs. ``python -m kgen.measure.worker``
 runs it on a GPU; the loop itself runs over any `Backend`.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol, TextIO
 
 from kgen.device import is_sticky
 from kgen.errors import InputError, KgenError
-from kgen.measure_job import Job
+from kgen.measure.job import Job
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -102,6 +102,6 @@ def run(backend: Backend) -> None:
 
 
 if __name__ == "__main__":
-    from kgen.measure_device import DeviceBackend
+    from kgen.measure.gpu import DeviceBackend
 
     run(DeviceBackend())
