@@ -260,7 +260,7 @@ def test_a_rejected_source_is_out_for_every_layout_until_it_is_found_right(db: T
 
 def test_reject_wants_a_known_source_and_a_reason(db: TuningDatabase) -> None:
     db.add_trial(make_trial(timed(8.0)))
-    with pytest.raises(InputError, match="^SOURCE: no trial of it, 'other'; see: kgen show trials$"):
+    with pytest.raises(InputError, match=r"^SOURCE: no trial of it, 'other'; see: kgen show trials$"):
         reject(db, "other", "why")
-    with pytest.raises(InputError, match="^--reason: is empty; say who found what$"):
+    with pytest.raises(InputError, match=r"^--reason: is empty; say who found what$"):
         reject(db, "verify_mla__m16", " ")
