@@ -14,12 +14,14 @@ from kgen.targets import Target
 
 Bound = Literal["dram", "mma", "shared", "gather", "latency"]
 
-SYNC_CLK = 830.0
+SYNC_CLK = 630.0
 """What one barrier of a step exposes: draining the mma pipeline, softmax, exchange. Fitted (docs/model.md)."""
-SHARED_EXPOSED = 0.5
+SHARED_EXPOSED = 0.58
 """Share of a block's shared-memory time that its own mma do not hide: fragments are fetched one step ahead. Fitted."""
-STREAM_BYTES_PER_CLK = 42.0
+STREAM_BYTES_PER_CLK = 12.0
 """Rate at which one SM moves what a block reads or writes once, through L2. Fitted (docs/model.md)."""
+SHARING_LOSS = 1.15
+"""How much longer than its work a unit is busy when blocks share the SM. Fitted (docs/model.md)."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class _Step:
         """
         compute = self.mma + SHARED_EXPOSED * self.shared + self.sync
         alone = max(compute, self.gather, (compute + self.gather) / self.stages)
-        return max(alone, sharing * self.mma, sharing * self.shared, sharing * self.gather)
+        return max(alone, sharing * SHARING_LOSS * max(self.mma, self.shared, self.gather))
 
 
 def predict(target: Target, demands: Sequence[LaunchDemand], footprints: Mapping[str, Footprint]) -> Prediction:
