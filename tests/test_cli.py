@@ -22,7 +22,8 @@ from kgen.errors import DeviceError, KgenError
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     "tune", "emit", "render", "check", "bench", "why", "doctor", "show winners", "show trials", "show summary",
-    "show space", "db export", "db import", "db merge", "db migrate", "pack verify",
+    "show space", "db export", "db import", "db merge", "db migrate", "db reject",
+    "pack verify",
 )  # fmt: skip
 
 

@@ -56,9 +56,14 @@ class Toolchain:
         return f"{self.host_version} {platform.machine()}"
 
     @property
+    def nvcc_fingerprint(self) -> str:
+        """The version of nvcc, which makes a cubin's code; the host compiler only reads the headers before it."""
+        return f"nvcc {self.nvcc_version}"
+
+    @property
     def fingerprint(self) -> str:
-        """What a cubin depends on: both compilers' versions, no paths."""
-        return f"nvcc {self.nvcc_version}; {self.host_version}"
+        """Both compilers' versions, no paths: what a build is kept by."""
+        return f"{self.nvcc_fingerprint}; {self.host_version}"
 
     def builds(self, arch: str) -> bool:
         """Whether nvcc makes cubins for ``arch``; ``sm_120a`` and ``sm_120f`` count as ``sm_120``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,8 +118,15 @@ def verify(
         bool, typer.Option("--rebuild", help="Also compile every source again and compare the cubins' bytes.")
     ] = False,
     fail_if_stale: Annotated[
-        bool, typer.Option("--fail-if-stale", help="Also fail where today's spec and templates make another pack.")
+        bool,
+        typer.Option(
+            "--fail-if-stale",
+            help="Also fail where spec, templates or --db make another pack, or it is not rebuilt.",
+        ),
     ] = False,
+    db: Annotated[
+        str | None, typer.Option("--db", metavar="URL", help="Tuning database whose winners the pack should have.")
+    ] = None,
     jobs: JobsFlag = 2,
     json: JsonFlag = False,
 ) -> None:
@@ -136,10 +144,14 @@ def verify(
     Findings go to stdout. Nothing is changed.
     """
     from kgen.build.toolchain import find_toolchain
+    from kgen.db import TuningDatabase
     from kgen.pack import verify_pack
 
-    report = verify_pack(folder, rebuild=rebuild, toolchain=find_toolchain() if rebuild else None, jobs=jobs)
-    ok = report.ok and not (fail_if_stale and report.stale)
+    toolchain = find_toolchain() if rebuild else None
+    with ExitStack() as stack:
+        database = stack.enter_context(TuningDatabase.open(database_url(db), read_only=True)) if db else None
+        report = verify_pack(folder, rebuild=rebuild, toolchain=toolchain, jobs=jobs, db=database)
+    ok = report.ok and not (fail_if_stale and (report.stale or report.not_rebuilt))
     if json:
         write_json({"ok": ok, "report": report})
     else:

@@ -23,6 +23,7 @@ from kgen.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from kgen.db.winners import Winner
     from kgen.records import TrialRecord
     from kgen.spec import Spec
     from kgen.tune import TuneReport
@@ -139,7 +140,7 @@ def _print(spec: Spec, report: TuneReport, url: str) -> None:
             *(winner.point[axis] for axis in spec.family.axes),
             spec.family.label(winner.candidate),
             f"{winner.time_us:.1f}",
-            f"{winner.time_us / report.floors_us[winner.layout_name][points.index(dict(winner.point))]:.1f}",
+            _over_floor(winner, report.floors_us[winner.layout_name][points.index(dict(winner.point))]),
             winner.evidence,
             winner.checked_on,
         )
@@ -151,8 +152,13 @@ def _print(spec: Spec, report: TuneReport, url: str) -> None:
     typer.echo("")
     typer.echo(f"evaluator {report.evaluator}: {report.why}")
     typer.echo(f"trials: {outcomes}; {report.new_trials} new in {url}; {report.wall_s:.0f} s")
-    typer.echo("x floor: times the least that the chip's memory and mma rates allow (docs/model.md)")
+    typer.echo("x floor: times the least that the target allows (docs/model.md); none for a proxy")
     if report.budget_spent:
         typer.echo("the time budget ended the search; run again to go on")
     if not report.winners:
         typer.echo("no winners: no candidate was proven; see: kgen show trials")
+
+
+def _over_floor(winner: Winner, floor_us: float) -> str:
+    """Time over the target's floor; a proxy was timed on a chip with another floor."""
+    return "-" if winner.evidence == "proxy" else f"{winner.time_us / floor_us:.1f}"

@@ -5,8 +5,8 @@
 2. A source is *out* for a candidate and layout when the latest relevant trial that ran it found it bad
    (``wrong_result``, ``launch_error``, ``hang``), whatever an earlier trial said.
 3. Per layout and point only the best evidence class present counts (measured, proxy, modelled); of it only the newest
-   protocol version; of that only one device (fingerprint without name and driver): the one with the most trials,
-   then the smallest fingerprint. Times of two groups are never compared.
+   protocol version; of that only one device (fingerprint without name and driver) and envelope: those with the most
+   trials, then the smallest. Times of two groups are never compared.
 4. Of a candidate tried more than once in the group, the latest trial counts.
 5. The fastest candidate ties with every candidate whose fastest sample is no slower than its median; modelled, with
    every one within 1 %. Of tied candidates the winner does not spill, then has the least shared memory, then the
@@ -151,15 +151,15 @@ def _not_found_bad(found: Iterable[StoredTrial]) -> list[StoredTrial]:
 
 
 def _comparable(entries: list[_Entry]) -> list[_Entry]:
-    """The entries of the best evidence class, newest protocol and most used device."""
+    """The entries of the best evidence class, newest protocol and most used device and envelope."""
     evidence = min((entry.record.evidence for entry in entries), key=EVIDENCE_ORDER.index)
     entries = [entry for entry in entries if entry.record.evidence == evidence]
     protocol = max(entry.record.protocol_version for entry in entries)
-    by_device: dict[tuple[str | int, ...], list[_Entry]] = defaultdict(list)
+    groups: dict[tuple[str | int, ...], list[_Entry]] = defaultdict(list)
     for entry in entries:
         if entry.record.protocol_version == protocol:
-            by_device[device_key(entry.record.device)].append(entry)
-    return min(by_device.items(), key=lambda item: (-len(item[1]), item[0]))[1]
+            groups[entry.record.envelope, *device_key(entry.record.device)].append(entry)
+    return min(groups.items(), key=lambda item: (-len(item[1]), item[0]))[1]
 
 
 def _latest_of_each(entries: list[_Entry]) -> list[_Entry]:

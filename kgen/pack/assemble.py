@@ -140,7 +140,7 @@ def packed_arch(arch: str, toolchain: Toolchain) -> PackedArch:
     cuda, driver = (major, 0), SMALLEST_DRIVER[major]
     if arch.startswith("sm_12") and cuda < FIRST_FOR_CC12[0]:
         cuda, driver = FIRST_FOR_CC12
-    return PackedArch(toolchain.fingerprint, NVCC_FLAGS, driver, cuda)
+    return PackedArch(toolchain.nvcc_fingerprint, NVCC_FLAGS, driver, cuda)
 
 
 def _build(selection: Selection, toolchain: Toolchain, cache_dir: Path, jobs: int) -> dict[str, dict[str, BuildResult]]:
@@ -237,19 +237,28 @@ def _source(selection: Selection, variant: Variant, built: dict[str, dict[str, B
     sharing = [other for other in selection.variants.values() if other.source.name == variant.source.name]
     targets = {target.nvcc_arch: target for other in sharing for target in other.targets.values()}
     cubins = {
-        arch: _cubin(results[variant.source.name], targets[arch], kernels)
+        arch: _cubin(results[variant.source.name], targets[arch], kernels, _timed_blocks(sharing, arch))
         for arch, results in built.items()
         if variant.source.name in results
     }
     return PackedSource(variant.source.sha256, kernels, cubins)
 
 
-def _cubin(result: BuildResult, target: Target, kernels: tuple[PackedKernel, ...]) -> PackedCubin:
+def _timed_blocks(sharing: Sequence[Variant], arch: str) -> int | None:
+    """The fewest blocks that an SM held when a winner among these variants was timed; None where none was."""
+    return min((variant.timed_blocks[arch] for variant in sharing if arch in variant.timed_blocks), default=None)
+
+
+def _cubin(
+    result: BuildResult, target: Target, kernels: tuple[PackedKernel, ...], timed_blocks: int | None
+) -> PackedCubin:
+    """A packed cubin. Its launches are planned for no more blocks an SM than it was timed with."""
     resources = {
         entry: PackedResources(item.registers, item.static_shared_bytes, item.spill_store_bytes + item.spill_load_bytes)
         for entry, item in result.resources.items()
     }
-    return PackedCubin(result.sha256, _resident_blocks(result, target, kernels[0]), resources)
+    blocks = _resident_blocks(result, target, kernels[0])
+    return PackedCubin(result.sha256, min(blocks, timed_blocks or blocks), resources)
 
 
 def _resident_blocks(result: BuildResult, target: Target, main: Kernel | PackedKernel) -> int:

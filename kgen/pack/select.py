@@ -28,6 +28,7 @@ class Variant:
     source: Source
     proofs: dict[str, Proof] = field(default_factory=dict)
     targets: dict[str, Target] = field(default_factory=dict)
+    timed_blocks: dict[str, int] = field(default_factory=dict)
 
 
 class Selection:
@@ -93,6 +94,10 @@ class Selection:
             winner.candidate_key: self._variant("tuned", winner.candidate, layout_name, target, proofs)
             for winner in found
         }
+        for winner in found:
+            if winner.blocks_per_sm:
+                timed = self.variants[names[winner.candidate_key]].timed_blocks
+                timed[target.nvcc_arch] = min(winner.blocks_per_sm, timed.get(target.nvcc_arch, winner.blocks_per_sm))
         axes = {axis: tuple(sorted({winner.point[axis] for winner in found})) for axis in self.spec.family.axes}
         buckets = [
             PackedBucket(

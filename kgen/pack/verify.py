@@ -45,13 +45,19 @@ class VerifyReport:
 
 
 def verify_pack(
-    path: Path, *, rebuild: bool = False, toolchain: Toolchain | None = None, jobs: int = 1
+    path: Path,
+    *,
+    rebuild: bool = False,
+    toolchain: Toolchain | None = None,
+    jobs: int = 1,
+    db: TuningDatabase | None = None,
 ) -> VerifyReport:
     """Check the pack in a folder.
 
     Every digest is recomputed, every tuned point is dispatched again, every variant is rendered again, and with
     ``rebuild`` every source is compiled again by ``toolchain`` and compared bit for bit, where the pack was built with
-    the same one. Raises PackError that names a damaged, missing or foreign file.
+    the same nvcc. ``db`` is a database whose winners the pack should have. Raises PackError that names a damaged,
+    missing or foreign file.
     """
     pack = load_pack(path)
     foreign = foreign_files(path, set(pack.manifest.files()))
@@ -74,7 +80,7 @@ def verify_pack(
         answers=answers,
         rebuilt=rebuilt,
         problems=tuple(problems),
-        stale=tuple(_stale_reasons(pack, None)),
+        stale=tuple(_stale_reasons(pack, db)),
         not_rebuilt=tuple(not_rebuilt),
     )
 
@@ -142,8 +148,8 @@ def _cannot_rebuild(pack: Pack, arch: str, toolchain: Toolchain | None) -> str:
     packed = pack.manifest.archs[arch].toolchain
     if toolchain is None:
         return f"no toolchain; built by {packed}"
-    if toolchain.fingerprint != packed:
-        return f"built by {packed}, this is {toolchain.fingerprint}"
+    if toolchain.nvcc_fingerprint != packed:
+        return f"built by {packed}, this is {toolchain.nvcc_fingerprint}"
     return ""
 
 

@@ -26,6 +26,6 @@ __all__ = [
 ]
 
 
-def default_pack(family: str = "verify_mla") -> Pack:
+def default_pack(family: str) -> Pack:
     """The pack of a family that is shipped with kgen. Raises PackError where there is none."""
     return load_pack(GENERATED / "pack" / family)

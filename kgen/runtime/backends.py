@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from kgen.errors import BuildError
+from kgen.errors import BuildError, PackError
 from kgen.runtime.pack_reader import Pack
 from kgen.runtime.tensors import Region
 
@@ -63,6 +63,8 @@ class CudaBackend:
 
     def load(self, pack: Pack, sources: Sequence[str], arch: str) -> None:
         """Load the cubins of ``arch``. Raises DriverTooOldError if the driver is too old for them."""
+        if arch not in pack.manifest.archs:
+            raise PackError(pack.where, f"holds no cubins for {arch}", remedy="emit a pack, and load that")
         major, minor = pack.manifest.archs[arch].min_cuda
         for source in sources:
             packed = pack.manifest.sources[source]

@@ -112,6 +112,7 @@ class PreparedCall:
                 plan = family.plan(
                     variant.candidate, self.table.packed.layout, capacity, sms=self._backend.sms, resident_blocks=blocks
                 )
+                _check_grids(plan.launches)
                 self._plans[name, *level] = _Prepared(variant.source, plan.launches, plan.scalars)
                 for buffer, size in plan.workspace_bytes.items():
                     needed[buffer] = max(needed.get(buffer, 0), size)
@@ -196,9 +197,17 @@ def default_cache_dir() -> Path:
 
 
 def _check_capacity(axes: Sequence[str], capacity: Mapping[str, int]) -> None:
-    if set(capacity) != set(axes) or any(value < 1 for value in capacity.values()):
+    if set(capacity) != set(axes) or any(not 1 <= value < 2**31 for value in capacity.values()):
         remedy = f"give a positive whole number for each of {', '.join(axes)}"
         raise InputError("capacity", "does not fit the family", seen=repr(dict(capacity)), remedy=remedy)
+
+
+def _check_grids(launches: Sequence[Launch]) -> None:
+    """InputError where a grid is beyond what CUDA takes (programming guide, technical specifications)."""
+    for launch in launches:
+        if launch.grid[0] >= 2**31 or max(launch.grid[1:]) >= 2**16:
+            seen = f"{launch.entry} would need a grid of {' x '.join(map(str, launch.grid))}"
+            raise InputError("capacity", "is too large for one launch", seen=seen, remedy="prepare for less")
 
 
 def _newest_target(pack: Pack) -> str:

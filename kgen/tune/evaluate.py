@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
+import kgen
 from kgen.build import NVCC_FLAGS, BuildResult, build
 from kgen.build.toolchain import Toolchain
 from kgen.canonical import canonical_json
@@ -115,6 +116,7 @@ def blank_record(study: Study, variant: Variant, evaluator: Evaluator) -> TrialR
         device=evaluator.device,
         seed=study.seed,
         number=variant.number,
+        kgen_version=kgen.__version__,
     )
 
 
