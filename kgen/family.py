@@ -230,8 +230,21 @@ class Family(ABC):
         """Parameter values that depend on the inputs but not on the plan."""
 
     @abstractmethod
-    def reference(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array]:
-        """The outputs in float64 numpy, from the definition."""
+    def reference(
+        self, layout: Layout, case: Case, inputs: Mapping[str, Array | None], rows: Array | None = None
+    ) -> dict[str, Array]:
+        """The outputs in float64 numpy, from the definition.
+
+        With ``rows`` (int64), only those: indices into the leading dimensions, flattened, that all outputs share;
+        every array then is [len(rows), what remains of its shape].
+        """
+
+    @abstractmethod
+    def sample_rows(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None], flop: float) -> Array:
+        """Rows (int64, ascending) whose `reference` takes about ``flop``: all that fit, the first and the last always.
+
+        They are spread over what a kernel divides: requests, nodes, heads.
+        """
 
     @abstractmethod
     def as_float(self, output: str, array: Array) -> Array:

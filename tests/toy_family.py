@@ -102,14 +102,22 @@ class ToyFamily(Family):
     def scalars(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> Mapping[str, int | float]:
         return {"batch": len(case.options["lengths"]), "scale": float(layout["scale"])}
 
-    def reference(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array]:
+    def reference(
+        self, layout: Layout, case: Case, inputs: Mapping[str, Array | None], rows: Array | None = None
+    ) -> dict[str, Array]:
         values, offsets = inputs["values"], inputs["offsets"]
         assert values is not None
         assert offsets is not None
-        sums = [float(values[a:b].astype(np.float64).sum()) for a, b in itertools.pairwise(offsets)]
-        total = np.array(sums) * float(layout["scale"])
+        segments = list(itertools.pairwise(offsets))
+        chosen = segments if rows is None else [segments[row] for row in rows]
+        total = np.array([values[a:b].astype(np.float64).sum() for a, b in chosen]) * float(layout["scale"])
         with np.errstate(divide="ignore"):
             return {"total": total, "log": np.log(total)}
+
+    def sample_rows(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None], flop: float) -> Array:
+        lengths = case.options["lengths"]
+        count = max(2, int(flop / max(1, *lengths)))
+        return np.unique(np.linspace(0, len(lengths) - 1, min(len(lengths), count)).astype(np.int64))
 
     def as_float(self, output: str, array: Array) -> Array:
         return array.astype(np.float64)

@@ -47,6 +47,7 @@ COMBINE_GROUPS = 4  # most threads that share the splits of one column of the co
 COMBINE_GROUP_SPLITS = 8  # splits that one of them can have in flight at once
 MIN_SPLIT_ROWS = 64  # a shorter split costs more in the combine than it saves
 DISTINCT_VALUES = 1 << 22  # random numbers drawn for one array; a larger one repeats them
+SAMPLED_ROWS = 8  # of a request whose reference is sampled: gathering its keys takes as long as about so many
 GATHER_COST = {"bulk": 1.0, "cp_async": 1.3}  # 16-byte copies reach 1.3 to 1.7 times fewer bytes a clock (H200)
 REGISTER_SLACK = 20  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
 
@@ -357,23 +358,46 @@ class VerifyMla(Family):
             "scale_log2": softmax_scale(layout) * LOG2_E,
         }
 
-    def reference(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array]:
+    def reference(
+        self, layout: Layout, case: Case, inputs: Mapping[str, Array | None], rows: Array | None = None
+    ) -> dict[str, Array]:
         latent, heads = integer(layout, "latent"), integer(layout, "heads")
-        q, pool = from_bf16(_present(inputs, "q")), _present(inputs, "kv_pool")
+        q, pool = _present(inputs, "q"), _present(inputs, "kv_pool")
         kv_indptr, qo_indptr = _present(inputs, "kv_indptr"), _present(inputs, "qo_indptr")
-        out = np.zeros((len(q) * heads, latent))
-        lse = np.full(len(q) * heads, -np.inf)
+        q_rows = q.reshape(-1, q.shape[2])
+        wanted = np.arange(len(q_rows)) if rows is None else rows
+        out = np.zeros((wanted.size, latent))
+        lse = np.full(wanted.size, -np.inf)
         for request in range(kv_indptr.size - 1):
             first, last = int(qo_indptr[request]), int(qo_indptr[request + 1])
+            places = np.flatnonzero((wanted >= first * heads) & (wanted < last * heads))
+            if places.size == 0:
+                continue
             slots = _present(inputs, "kv_indices")[int(kv_indptr[request]) : int(kv_indptr[request + 1])]
             draft = inputs["draft_kv"]
             drafts = pool[_present(inputs, "draft_slots")[first:last]] if draft is None else draft[first:last]
             keys = from_bf16(np.concatenate([pool[slots], drafts]))
-            visible = np.repeat(_visible(inputs["tree_mask"], first, last, len(slots)), heads, axis=0)
-            score = q[first:last].reshape(-1, keys.shape[1]) @ keys.T * softmax_scale(layout)
-            rows = slice(first * heads, last * heads)
-            out[rows], lse[rows] = _softmax_product(np.where(visible, score, -np.inf), keys[:, :latent])
+            nodes = wanted[places] // heads - first
+            visible = _visible(inputs["tree_mask"], first, last, len(slots))[nodes]
+            score = from_bf16(q_rows[wanted[places]]) @ keys.T * softmax_scale(layout)
+            out[places], lse[places] = _softmax_product(np.where(visible, score, -np.inf), keys[:, :latent])
+        if rows is not None:
+            return {"out": out, "lse": lse}
         return {"out": out.reshape(-1, heads, latent), "lse": lse.reshape(-1, heads)}
+
+    def sample_rows(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None], flop: float) -> Array:
+        heads = integer(layout, "heads")
+        starts = _present(inputs, "qo_indptr").astype(np.int64) * heads
+        lengths = np.diff(_present(inputs, "kv_indptr")) + np.diff(starts) // heads
+        key_flop = 2.0 * (2 * integer(layout, "latent") + integer(layout, "rope"))
+        if key_flop * float(np.diff(starts) @ lengths) <= flop:
+            return np.arange(starts[-1])
+        asked = np.flatnonzero(np.diff(starts))
+        count = int(flop / (key_flop * float(lengths[asked].max())))
+        chosen = asked[_spread(len(asked), max(2, count // SAMPLED_ROWS))]
+        rows = np.concatenate([np.arange(starts[request], starts[request + 1]) for request in chosen])
+        ends = [edge for request in (asked[0], asked[-1]) for edge in (starts[request], starts[request + 1] - 1)]
+        return np.union1d(ends, rows[_spread(len(rows), count)])
 
     def as_float(self, output: str, array: Array) -> Array:
         return from_bf16(array) if output == "out" else array.astype(np.float64)
@@ -490,6 +514,11 @@ def _visible(mask: Array | None, first: int, last: int, prefix: int) -> Array:
     else:
         tree = np.unpackbits(mask[first:last].view(np.uint8), axis=1, bitorder="little")[:, :count].astype(bool)
     return np.concatenate([np.ones((count, prefix), dtype=bool), tree], axis=1)
+
+
+def _spread(length: int, count: int) -> Array:
+    """At most ``count`` indices below ``length``, evenly apart, from the first to the last."""
+    return np.unique(np.linspace(0, length - 1, min(length, count)).round().astype(np.int64))
 
 
 def _softmax_product(score: Array, values: Array) -> tuple[Array, Array]:
