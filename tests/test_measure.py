@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_device import SM_90, SM_120
 
@@ -19,6 +20,7 @@ from kgen.errors import DeviceError
 from kgen.family import Tolerance, Value
 from kgen.measure import DeviceEvaluator
 from kgen.measure.job import Job, JobResult, MeasureLimits, target_from_json
+from kgen.measure.process import WorkerError, WorkerProcess
 from kgen.measure.timing import BestTimes, Canary, input_sets, interleaved, launches_per_replay, summarise
 
 WORKER = Path(__file__).with_name("fake_worker.py")
@@ -208,6 +210,40 @@ def test_worker_dies_with_its_parent(tmp_path: Path) -> None:
     while process_group(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not process_group(pid)
+
+
+def test_worker_runs_this_kgen_wherever_it_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real worker's answer needs the checkout's modules; any other kgen that Python finds is a broken one here."""
+    decoy = tmp_path / "decoy" / "kgen"
+    decoy.mkdir(parents=True)
+    (decoy / "__init__.py").write_text("raise ImportError('another kgen')\n")
+    monkeypatch.setenv("PYTHONPATH", str(decoy.parent))
+    monkeypatch.chdir(tmp_path)
+    worker = WorkerProcess()
+    try:
+        with pytest.raises(WorkerError, match=r"^load: /none: cannot be read.*build it again$") as caught:
+            worker.request("load", 60.0, job=job("a").to_json())
+        assert (caught.value.status, caught.value.lost) == ("launch_error", False)
+    finally:
+        worker.close()
+
+
+def test_worker_needs_no_installed_kgen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without site, Python looks into no environment: it has the path that the worker is given, and numpy there."""
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    for name in ("numpy", "numpy.libs"):
+        folder = Path(np.__file__).parents[1] / name
+        if folder.exists():
+            (libraries / name).symlink_to(folder)
+    monkeypatch.setenv("PYTHONPATH", str(libraries))
+    monkeypatch.chdir(tmp_path)
+    worker = WorkerProcess([sys.executable, "-S", "-m", "kgen.measure.worker"])
+    try:
+        with pytest.raises(WorkerError, match=r"^load: /none: cannot be read"):
+            worker.request("load", 60.0, job=job("a").to_json())
+    finally:
+        worker.close()
 
 
 def test_close_ends_the_worker(bench: Bench) -> None:

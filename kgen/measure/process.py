@@ -25,7 +25,7 @@ STDERR_TAIL = 600
 
 def _environment() -> dict[str, str]:
     """This process's environment, in which the worker imports the same kgen."""
-    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
