@@ -26,7 +26,10 @@ BenchCall = tuple[str, "Point"]
 
 @dataclass(frozen=True)
 class Row:
-    """One timed call. Times are medians in microseconds, ``floor_us`` what the device's memory and mma rates allow."""
+    """One timed call. Times are medians in microseconds, ``floor_us`` what the device's memory and mma rates allow.
+
+    ``relative_error`` is of what the timed launches computed (relative L2, against the float64 reference).
+    """
 
     layout: str
     point: Mapping[str, int]
@@ -77,6 +80,7 @@ def time_calls(
 
 def _job(spec: Spec, pack: Pack, arch: str, layout_name: str, label: str) -> Job:
     variant = pack.manifest.variants[label]
+    major, minor = pack.manifest.archs[arch].min_cuda
     return Job(
         name=f"{layout_name} {label}",
         family=spec.family.name,
@@ -85,6 +89,7 @@ def _job(spec: Spec, pack: Pack, arch: str, layout_name: str, label: str) -> Job
         cubin_path=str(Path(pack.where) / cubin_path(arch, variant.source)),
         cubin_sha256=pack.manifest.sources[variant.source].cubins[arch].sha256,
         tolerances=spec.tolerances,
+        minimum_cuda=(major, minor),
     )
 
 
@@ -93,6 +98,7 @@ def _row(spec: Spec, target: Target, layout_name: str, point: Point, how: str, r
     work = spec.family.work(spec.layout(layout_name), point)
     resources = best.resources
     assert resources is not None, "what was timed was loaded"
+    assert time.relative_error is not None, "what was timed was confirmed"
     return Row(
         layout=layout_name,
         point=dict(point),
@@ -105,7 +111,7 @@ def _row(spec: Spec, target: Target, layout_name: str, point: Point, how: str, r
         floor_us=floor_us(target, flop=work.flop, bytes_moved=work.bytes),
         gb_s=work.bytes / time.time_us / 1e3,
         tflop_s=work.flop / time.time_us / 1e6,
-        relative_error=best.relative_error or 0.0,
+        relative_error=time.relative_error,
         registers=resources.registers,
         shared_bytes=resources.shared_bytes,
         blocks_per_sm=resources.blocks_per_sm,
