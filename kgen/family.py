@@ -22,6 +22,8 @@ from kgen.binding import Binding
 from kgen.errors import InputError
 from kgen.targets import Target
 
+MANY_SMS = 4  # times a target's multiprocessors: what a wider part, or fewer rows, would make of a plan
+
 Value = int | str
 Candidate = Mapping[str, Value]
 """One value for every tunable of a spec."""
@@ -257,6 +259,21 @@ class Family(ABC):
     @abstractmethod
     def demand(self, candidate: Candidate, layout: Layout, point: Point, plan: Plan) -> tuple[LaunchDemand, ...]:
         """What each launch of the plan asks at a workload point, for the model."""
+
+    def proving_plans(
+        self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int
+    ) -> tuple[Plan, ...]:
+        """The plans to validate a case under, without repeats; the first is the one that ``sms`` would run.
+
+        A validation case is short: spread over a whole GPU it leaves every block next to nothing to loop over. One
+        multiprocessor makes the longest blocks, `MANY_SMS` times as many the most of them.
+        """
+        plans: list[Plan] = []
+        for count, resident in ((sms, resident_blocks), (1, 1), (MANY_SMS * sms, resident_blocks)):
+            plan = self.plan(candidate, layout, capacity, sms=count, resident_blocks=resident)
+            if plan not in plans:
+                plans.append(plan)
+        return tuple(plans)
 
     def violation(self, candidate: Candidate, layout: Layout, target: Target) -> str | None:
         """Name of the first constraint that the candidate breaks, or None; later ones may rely on earlier ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import fake_cuda
 import numpy as np
@@ -14,7 +15,7 @@ from kgen.device import CudaError, Device, cuda_driver
 from kgen.device.envelope import load_kernels
 from kgen.emulator import Buffer
 from kgen.errors import EmulatorError
-from kgen.family import Case, Tolerance
+from kgen.family import MANY_SMS, Candidate, Case, Layout, Plan, Point, Tolerance
 from kgen.validate import Problems, Verdict, compare, reversed_lengths, validate
 from kgen.validate.launchers import DeviceLauncher, EmulatorLauncher, Launcher
 
@@ -132,6 +133,59 @@ def test_sticky_device_error_is_raised_and_not_hidden_by_the_cleanup(cuda: fake_
     with pytest.raises(CudaError, match="ILLEGAL_ADDRESS") as raised:
         check(candidate, on_device(candidate))
     assert raised.value.is_sticky
+
+
+class SpreadFamily(toy_family.ToyFamily):
+    """Its blocks are as many as there are SMs; where they are ``faulty`` many, the first kernel forgets a segment."""
+
+    def __init__(self, faulty: int) -> None:
+        self.faulty = faulty
+        self.planned: list[tuple[int, int]] = []
+
+    def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
+        self.planned.append((sms, resident_blocks))
+        first = "forgets_last" if sms == self.faulty else "segment_sum"
+        plan = super().plan(toy_family.candidate(first), layout, capacity, sms=sms, resident_blocks=resident_blocks)
+        launches = tuple(replace(launch, grid=(sms, 1, 1)) for launch in plan.launches)
+        return replace(plan, launches=launches)
+
+
+def check_spread(family: SpreadFamily, seeds: Sequence[int] = (0, 1)) -> Verdict:
+    return validate(
+        family,
+        toy_family.candidate(),
+        toy_family.LAYOUT,
+        toy_family.TOLERANCES,
+        in_emulator(toy_family.candidate()),
+        target_sms=4,
+        resident_blocks=2,
+        seeds=seeds,
+    )
+
+
+def test_every_case_runs_under_the_longest_and_the_most_blocks_too() -> None:
+    family = SpreadFamily(faulty=0)
+    verdict = check_spread(family)
+    assert verdict.ok, verdict.reason
+    assert family.planned == [(4, 2), (1, 1), (4 * MANY_SMS, 2)] * 2, "for both cases, the target's first"
+    ragged = [(r.name, r.seed) for r in verdict.cases if r.name.startswith("ragged") and r.output == "total"]
+    assert ragged == [
+        ("ragged", 0), ("ragged, replayed", 1000), ("ragged", 1), ("ragged in 1 blocks", 0), ("ragged in 16 blocks", 0),
+    ]  # fmt: skip
+    assert check_spread(family, seeds=()).reason == "no output of any case was checked"
+
+
+@pytest.mark.parametrize(("faulty", "name"), [(4, "ragged"), (1, "ragged in 1 blocks"), (16, "ragged in 16 blocks")])
+def test_a_fault_of_one_plan_only_is_found_and_the_plan_named(faulty: int, name: str) -> None:
+    verdict = check_spread(SpreadFamily(faulty))
+    assert verdict.reason == f"total of {name}, seed 0: 1 of 3 elements are NaN or never written, first [2]"
+
+
+def test_equal_plans_run_once() -> None:
+    arguments = (toy_family.candidate(), toy_family.LAYOUT, {"batch": 1, "length": 5})
+    assert len(FAMILY.proving_plans(*arguments, sms=4, resident_blocks=2)) == 1
+    plans = SpreadFamily(faulty=0).proving_plans(*arguments, sms=1, resident_blocks=2)
+    assert [plan.launches[0].grid[0] for plan in plans] == [1, MANY_SMS]
 
 
 def test_no_cases_is_no_proof(cuda: fake_cuda.FakeCuda) -> None:

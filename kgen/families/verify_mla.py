@@ -291,6 +291,7 @@ class VerifyMla(Family):
             case("chain", [40], [4 * few + 1], mask="chain", lse=True),
             case("many_nodes", [50], [many], lse=True),
             case("padded_request", [90, 1], [few, few], padded=1, lse=True, spare_batch=1),
+            case("many_splits", [512, 70], [1, 1], lse=True),  # 513 keys: 9 splits, and two groups in the combine
         )
 
     def point_case(self, point: Point) -> Case:

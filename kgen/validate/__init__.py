@@ -2,11 +2,13 @@
 
 A result counts only if every element was written (outputs start as NaN, so does the workspace), every
 error is inside the tolerances, no input was changed, nothing was written around the arrays, and the same
-launches, replayed after the lengths changed in place, are right again.
+launches, replayed after the lengths changed in place, are right again. All cases run as the target would run
+them and under the family's other plans (`Family.proving_plans`), whose blocks are longer or more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ import numpy as np
 from kgen.build import build
 from kgen.emulator import EmulatedModule
 from kgen.errors import EmulatorError
-from kgen.family import Array, Candidate, Case, Family, Layout, Tolerance
+from kgen.family import Array, Candidate, Case, Family, Layout, Plan, Tolerance
 from kgen.validate.launchers import Call, EmulatorLauncher, Launcher, Outcome
 
 if TYPE_CHECKING:
@@ -146,7 +148,7 @@ def validate(
     seeds: Sequence[int] = (0, 1),
     problems: Problems | None = None,
 ) -> Verdict:
-    """Run every case with every seed, stopping at the first failure; with the first seed also the replay.
+    """Run every case with every seed, stopping at the first failure; with the first seed also replay and other plans.
 
     An emulator fault is a failed verdict whose reason is the fault's text; CudaError is the caller's, who knows
     whether the process survives it. Validating many candidates of a layout is faster with shared ``problems``.
@@ -155,21 +157,49 @@ def validate(
     results: list[CaseResult] = []
     for case in family.cases(layout) if cases is None else cases:
         capacity = family.capacity(case)
-        plan = family.plan(candidate, layout, capacity, sms=target_sms, resident_blocks=resident_blocks)
-        for seed in seeds:
-            sequence = [problems.first(case, seed)]
-            if seed == seeds[0]:
-                sequence += problems.replays(case, seed)
-            try:
-                outcomes = launcher.run(family, plan, [problem.call for problem in sequence])
-            except EmulatorError as error:
-                return _verdict(results, f"{case.name}, seed {seed}: {error}")
-            for problem, outcome in zip(sequence, outcomes, strict=True):
-                results += _compare_all(family, problem, outcome, tolerances)
-                reason = next((result.reason for result in results if not result.ok), _damage(problem, outcome))
-                if reason:
-                    return _verdict(results, reason)
+        plans = family.proving_plans(candidate, layout, capacity, sms=target_sms, resident_blocks=resident_blocks)
+        for run in _runs(case, plans, seeds, problems):
+            reason = _run(family, run, tolerances, launcher, results)
+            if reason:
+                return _verdict(results, reason)
     return _verdict(results, "")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Calls that share one plan's launches, in turn; ``suffix`` tells the plan from the target's in names."""
+
+    plan: Plan
+    sequence: Sequence[Problem]
+    suffix: str = ""
+
+
+def _runs(case: Case, plans: Sequence[Plan], seeds: Sequence[int], problems: Problems) -> Iterator[_Run]:
+    """All seeds and the replay under the first plan, then the first seed under each of the others."""
+    for seed in seeds:
+        replays = problems.replays(case, seed) if seed == seeds[0] else []
+        yield _Run(plans[0], [problems.first(case, seed), *replays])
+    for plan in plans[1:] if seeds else ():
+        yield _Run(plan, [problems.first(case, seeds[0])], f" in {math.prod(plan.launches[0].grid)} blocks")
+
+
+def _run(
+    family: Family, run: _Run, tolerances: Mapping[str, Tolerance], launcher: Launcher, results: list[CaseResult]
+) -> str:
+    """Run and compare, adding to ``results``; returns what is wrong, or nothing."""
+    try:
+        outcomes = launcher.run(family, run.plan, [problem.call for problem in run.sequence])
+    except EmulatorError as error:
+        first = run.sequence[0]
+        return f"{first.case.name}{run.suffix}, seed {first.seed}: {error}"
+    for problem, outcome in zip(run.sequence, outcomes, strict=True):
+        name = problem.case.name + run.suffix
+        compared = list(_compare_all(family, problem, outcome, tolerances, name))
+        results += compared
+        reason = next((result.reason for result in compared if not result.ok), _damage(problem, outcome, name))
+        if reason:
+            return reason
+    return ""
 
 
 def validate_in_emulator(
@@ -214,7 +244,7 @@ def _struct(call: Call) -> tuple[Mapping[str, int | float], set[str]]:
 
 
 def _compare_all(
-    family: Family, problem: Problem, outcome: Outcome, tolerances: Mapping[str, Tolerance]
+    family: Family, problem: Problem, outcome: Outcome, tolerances: Mapping[str, Tolerance], name: str
 ) -> Iterator[CaseResult]:
     for output, array in outcome.outputs.items():
         found = family.as_float(output, array)
@@ -222,14 +252,14 @@ def _compare_all(
             found,
             problem.reference[output],
             tolerances[output],
-            name=problem.case.name,
+            name=name,
             seed=problem.seed,
             output=output,
         )
 
 
-def _damage(problem: Problem, outcome: Outcome) -> str:
-    where = f"{problem.case.name}, seed {problem.seed}"
+def _damage(problem: Problem, outcome: Outcome, name: str) -> str:
+    where = f"{name}, seed {problem.seed}"
     if outcome.changed_inputs:
         return f"{where}: the kernel changed its inputs: {', '.join(outcome.changed_inputs)}"
     if outcome.broken_guards:
