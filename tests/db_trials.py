@@ -20,8 +20,8 @@ def made_at(second: int) -> str:
 
 
 def timed(time_us: float, low: float | None = None, high: float | None = None, **point: int) -> PointTime:
-    """A time at POINT, or at the point given; without ``low`` and ``high`` there is no spread."""
-    return PointTime(point or POINT, time_us, low or time_us, high or time_us)
+    """A time of one sample at POINT, or at the point given; without ``low`` and ``high`` there is no spread."""
+    return PointTime(point or POINT, time_us, low or time_us, high or time_us, (time_us,))
 
 
 def make_trial(*times: PointTime, m: int = 16, **fields: Any) -> TrialRecord:

@@ -18,7 +18,7 @@ from kgen.canonical import key_text
 from kgen.db import TuningDatabase, Winner, trial_sha256, winners
 from kgen.db.reject import reject
 from kgen.errors import DatabaseError, InputError
-from kgen.records import TrialRecord
+from kgen.records import PointTime, TrialRecord
 
 
 @pytest.fixture
@@ -81,6 +81,16 @@ def test_other_trials_inside_the_envelope_say_nothing(db: TuningDatabase, fields
     inside: dict[str, Any] = {"target": "sm_90", "arch": "sm_90", "envelope": "sm_120"} | fields
     db.add_trial(make_trial(**inside))
     assert winners(db, family="verify_mla", target="sm_120") == []
+
+
+def test_limits_are_never_mixed(db: TuningDatabase) -> None:
+    alone = make_trial(timed(5.0), m=16, envelope="sm_90")
+    assert tile_m(won(db, alone, make_trial(timed(9.0), m=32), make_trial(timed(8.0), m=64))) == 64
+
+
+def test_an_estimate_is_no_time(db: TuningDatabase) -> None:
+    estimate = PointTime(POINT, 5.0, 5.0, 5.0)
+    assert tile_m(won(db, make_trial(estimate, m=16), make_trial(timed(9.0), m=32))) == 32
 
 
 def test_devices_are_never_mixed(db: TuningDatabase) -> None:
@@ -170,8 +180,11 @@ def retold(records: list[TrialRecord], target: str) -> dict[str, tuple[str, floa
     result: dict[str, tuple[str, float, str, bool]] = {}
     for place in places:
         here = [
-            (r, t) for r in ok for t in r.times if json.dumps([r.layout, t.point], sort_keys=True) == place
+            (r, t) for r in ok for t in r.times
+            if json.dumps([r.layout, t.point], sort_keys=True) == place and (t.samples_us or r.evidence == "modelled")
         ]  # fmt: skip
+        if not here:
+            continue
         for evidence in ("measured", "proxy", "modelled"):
             if any(r.evidence == evidence for r, _ in here):
                 here = [(r, t) for r, t in here if r.evidence == evidence]
@@ -199,7 +212,7 @@ def retold(records: list[TrialRecord], target: str) -> dict[str, tuple[str, floa
 
 def fingerprint(record: TrialRecord) -> tuple[Any, ...]:
     device = record.device
-    return () if device is None else tuple(vars(device).values())[:5]
+    return (record.envelope, *(() if device is None else tuple(vars(device).values())[:5]))
 
 
 def cost(record: TrialRecord) -> tuple[Any, ...]:

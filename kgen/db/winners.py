@@ -7,6 +7,7 @@
 3. Per layout and point only the best evidence class present counts (measured, proxy, modelled); of it only the newest
    protocol version; of that only one device (fingerprint without name and driver) and envelope: those with the most
    trials, then the smallest. Times of two groups are never compared.
+   A time without samples is a quick estimate that ruled its candidate out there, and counts for nothing.
 4. Of a candidate tried more than once in the group, the latest trial counts.
 5. The fastest candidate ties with every candidate whose fastest sample is no slower than its median; modelled, with
    every one within 1 %. Of tied candidates the winner does not spill, then has the least shared memory, then the
@@ -110,6 +111,8 @@ def winners(
     for stored in _not_found_bad(found):
         key = key_text(stored.record.candidate)
         for time in stored.record.times:
+            if stored.record.evidence != "modelled" and not time.samples_us:
+                continue
             place = canonical_json(stored.record.layout).decode(), canonical_json(time.point).decode()
             entries[place].append(_Entry(stored, time, key))
     chosen = [(place[0], _winner(group)) for place, group in entries.items()]
