@@ -33,7 +33,7 @@ _NO_GPU = "`kgen tune` uses the model evaluator and its results are labelled mod
 _NO_HOST = "nothing compiles: neither cubins (nvcc needs it too) nor the emulator"
 _NO_BINDINGS = "no kernel is timed or launched on a GPU, even where there is one"
 _NO_TORCH = "kgen.runtime has no tensors to launch on; tune, check and emit do not need it"
-_NO_SGLANG = "the SGLang plugin has nothing to plug into; all else works"
+_NO_SGLANG = "no server here to call the runtime from; all else works"
 
 _NO_EMULATOR = "no kernel can be proven right on this machine without a GPU"
 _REPORT = "whatever needs it may fail; please report this line"
@@ -72,7 +72,7 @@ def examine() -> list[Finding]:
         ("CUDA driver", _driver_and_gpus),
         ("torch", lambda: [_package("torch", _NO_TORCH, GET_GPU_EXTRA)]),
         ("cuda-bindings", lambda: [_package("cuda-bindings", _NO_BINDINGS, GET_GPU_EXTRA)]),
-        ("sglang", lambda: [_package("sglang", _NO_SGLANG, "install SGLang where you serve")]),
+        ("sglang", lambda: [_package("sglang", _NO_SGLANG, "install it where you serve")]),
     )
     return [finding for name, check in checks for finding in _guarded(name, check)]
 

@@ -188,6 +188,13 @@ class Family(ABC):
     constraints: ClassVar[tuple[Constraint, ...]]
 
     @abstractmethod
+    def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
+        """The first field of a layout that the family cannot serve: its name, what it must be, what was seen.
+
+        A missing field is seen as ``missing``. None if the layout is fine; nothing else is called for one that is not.
+        """
+
+    @abstractmethod
     def label(self, candidate: Candidate) -> str:
         """The decodable part of a source's name, e.g. ``flash_m64_n32_s2_w8``."""
 

@@ -265,3 +265,23 @@ def test_progress_without_a_terminal_is_a_line_a_tenth(capfd: pytest.CaptureFixt
     assert lines[0] == "work: 0/100"
     assert lines[-1] == "work: 100/100"
     assert len(lines) == 11
+
+
+@pytest.mark.parametrize("words", [("show", "space"), ("show", "space", "--json"), ("bogus", "--json")])
+def test_a_closed_stdout_is_no_bug(words: tuple[str, ...]) -> None:
+    command = f'exec "$0" -m kgen {" ".join(words)} >&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True, check=False)
+    assert done.returncode == (2 if "bogus" in words else 0)
+    assert "Traceback" not in done.stderr
+    assert "bug" not in done.stderr
+
+
+def test_an_empty_database_flag_is_refused() -> None:
+    done = run("show", "trials", "--db", "")
+    assert (done.returncode, done.stderr) == (2, "error: --db: is empty; name a file, or leave it out\n")
+
+
+def test_render_refuses_what_cannot_compile() -> None:
+    done = run("render", "--set", "tile_m=32")
+    assert done.returncode == 2
+    assert "tiles divide evenly among warps" in done.stderr

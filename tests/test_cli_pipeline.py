@@ -35,7 +35,7 @@ def test_the_pipeline(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     database, pack = str(folder / "tuning.sqlite"), str(folder / "pack")
     tune = ("tune", "--layout", "h8_p1", "--trials", "2", "--evaluator", "model", "--db", database)
     tuned = run(folder, capfd, *tune)
-    assert len(tuned["winners"]) == 36
+    assert len(tuned["winners"]) == 48
     assert {winner["evidence"] for winner in tuned["winners"]} == {"modelled"}
     assert {winner["checked_on"] for winner in tuned["winners"]} == {"emulator"}
     again = run(folder, capfd, *tune)
@@ -63,7 +63,7 @@ def test_the_pipeline(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["why", *POINT, "--pack", pack]) == 0
     assert expected["source_name"] in capfd.readouterr().out
     assert main(["tune", *tune[1:]]) == 0
-    assert capfd.readouterr().out.count("\nh8_p1 ") == 36
+    assert capfd.readouterr().out.count("\nh8_p1 ") == 48
 
 
 def test_a_flipped_byte_in_the_pack_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -180,7 +180,12 @@ def test_a_dropped_point_is_its_estimate(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_gpu_is_shown_what_the_model_thinks_of_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every point the model's three fastest, and not every candidate."""
     built(monkeypatch)
-    every = [variant(tile_m=rows, stages=stages, k_split=4) for rows in (16, 32, 64) for stages in (1, 2, 3)]
+    every = [
+        variant(tile_m=rows, tile_n=keys, stages=stages, k_split=4)
+        for rows in (16, 32, 64)
+        for keys in (16, 32)
+        for stages in (1, 2, 3)
+    ]
     found = on_gpu(PretendedMeasure()).promising(iter(every))
     modelled = [trial for trial in ModelEvaluator(study("sm_90")).evaluate(every) if trial.status == "ok"]
     for place in range(len(study().points)):

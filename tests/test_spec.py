@@ -259,10 +259,33 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
         edited("  weights: {batch: {4: 3.0}}", "  layouts: {smal: 2}"),
         ["x.yaml:36: workload.layouts.smal: no such layout; did you mean 'small'?"],
     ),
+    "a dtype without a kernel": (
+        edited("dtype: bf16", "dtype: fp8"),
+        [
+            "x.yaml:4: layouts.small.dtype: must be bf16, the only one there is a kernel for, fp8",
+            "x.yaml:4: layouts.paged.dtype: must be bf16, the only one there is a kernel for, fp8",
+        ],
+    ),
+    "heads that nothing has": (
+        edited("heads: 8", "heads: 0"),
+        [
+            "x.yaml:4: layouts.small.heads: must be a whole number from 1 to 1024, 0",
+            "x.yaml:4: layouts.paged.heads: must be a whole number from 1 to 1024, 0",
+        ],
+    ),
+    "rope that is no whole fragment": (
+        edited("rope: 64", "rope: 8"),
+        [
+            "x.yaml:4: layouts.small.rope: must be a multiple of 32, 8",
+            "x.yaml:4: layouts.paged.rope: must be a multiple of 32, 8",
+        ],
+    ),
     "layouts differ in fields": (
         edited("{<<: *mla, page_size: 64}", "{<<: *mla, page_sise: 64}").replace("bf16, page_size: 1,", "bf16,"),
         [
             "x.yaml:4: layouts.small.page_sise: the field of a layout is missing",
+            "x.yaml:4: layouts.small: page_size must be a whole number from 1 to 65536, it is missing",
+            "x.yaml:5: layouts.paged: page_size must be a whole number from 1 to 65536, it is missing",
         ],
     ),
     "layout lacks what the family compiles in": (

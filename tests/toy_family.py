@@ -58,6 +58,9 @@ class ToyFamily(Family):
     axes: ClassVar[tuple[str, ...]] = ("batch", "length")
     constraints: ClassVar[tuple[Constraint, ...]] = ()
 
+    def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
+        return None
+
     def label(self, candidate: Candidate) -> str:
         return f"toy_{candidate['first']}"
 

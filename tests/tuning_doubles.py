@@ -27,9 +27,9 @@ TOOLCHAIN = Toolchain(Path("nvcc"), "13.0.0", ("sm_90", "sm_120"), Path("g++"), 
 
 
 def small_spec() -> Spec:
-    """The shipped spec with one workload axis of two values."""
+    """The shipped spec with one workload axis of three values."""
     spec = load_spec(SPECS / "verify_mla.yaml")
-    axes = dict(spec.workload.axes) | {"nodes": (8,), "batch": (1,)}
+    axes = dict(spec.workload.axes) | {"nodes": (8,), "batch": (1,), "prefix": (4096, 16384, 65536)}
     weights = {axis: dict.fromkeys(values, 1.0) for axis, values in axes.items()}
     return replace(spec, workload=replace(spec.workload, axes=axes, weights=weights))
 

@@ -5,7 +5,6 @@ Exit codes: 0, done; 1, the work failed; 2, wrong usage or input; 130, interrupt
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -67,12 +66,12 @@ def options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code; never raises."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    console.open_missing_streams()
     try:
         result = app(args=words, prog_name="kgen", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader went away; what Python still holds for stdout must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.discard_stdout()
         return 1
     except (KeyboardInterrupt, typer.Abort):
         console.report_interrupt()

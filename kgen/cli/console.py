@@ -157,8 +157,20 @@ def _report(line: str, as_json: bool, **parts: str) -> None:
         try:
             write_json({"error": parts})
             sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError:  # nobody reads it, or there is no room for it
+            discard_stdout()
+
+
+def open_missing_streams() -> None:
+    """Give a process that was started with stdout or stderr closed somewhere to write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123 - for the process's life
+
+
+def discard_stdout() -> None:
+    """Send what Python still holds for stdout nowhere, so that it does not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _coloured_stderr() -> bool:

@@ -39,7 +39,7 @@ DatabaseFlag = Annotated[
         "Default: tuning_db/tuning.sqlite in a checkout, else ./tuning.sqlite.",
     ),
 ]
-JobsFlag = Annotated[int, typer.Option("--jobs", min=1, metavar="N", help="Compilers to run at once.")]
+JobsFlag = Annotated[int, typer.Option("--jobs", min=1, max=1024, metavar="N", help="Compilers to run at once.")]
 BatchFlag = Annotated[int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences in the batch.")]
 NodesFlag = Annotated[int | None, typer.Option("--nodes", min=1, metavar="N", help="Draft nodes a sequence.")]
 PrefixFlag = Annotated[int | None, typer.Option("--prefix", min=0, metavar="N", help="KV rows before the draft tree.")]
@@ -62,7 +62,9 @@ def load(name: str) -> Spec:
 
 def database_url(given: str | None) -> str:
     """The tuning database to use, as a URL: the given one, else the checkout's own, else one in this folder."""
-    if given:
+    if given == "":
+        raise InputError("--db", "is empty", remedy="name a file, or leave it out")
+    if given is not None:
         return given if "://" in given else f"sqlite:///{given}"
     in_checkout = (ROOT / "pyproject.toml").is_file()
     return f"sqlite:///{TUNING_DB / 'tuning.sqlite' if in_checkout else 'tuning.sqlite'}"

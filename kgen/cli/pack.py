@@ -97,7 +97,8 @@ def emit(
 
 def _tuned(spec: Spec, database: TuningDatabase) -> list[str]:
     """The spec's targets that any trial was made for; the first one, for its error, where there is none."""
-    tuned = {record.target for record in database.trials(family=spec.family.name)}
+    trials = database.trials(family=spec.family.name)
+    tuned = {record.target for record in trials} | {record.envelope for record in trials}  # a proxy for the envelope
     return [name for name in spec.targets if name in tuned] or list(spec.targets)[:1]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kgen.cli.console import JsonFlag, note, write_json
-from kgen.cli.options import DEFAULT_SPEC, LayoutFlag, SpecFlag, load, settings
+from kgen.cli.options import DEFAULT_SPEC, DEFAULT_TARGET, LayoutFlag, SpecFlag, TargetFlag, load, settings
 from kgen.errors import InputError, KgenError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def render(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Change one tunable of the default candidate; repeatable."),
     ] = None,
+    target: TargetFlag = DEFAULT_TARGET,
     default: Annotated[
         bool, typer.Option("--default", help="The spec's default candidate (this is the default).")
     ] = False,
@@ -32,7 +33,7 @@ def render(
     """Print the CUDA source of one candidate.
 
     It is the text that is hashed, packed and compiled: every <kgen/...> header is inlined, and no path or date is in
-    it. It compiles with nvcc alone.
+    it. It compiles with nvcc alone. A candidate that does not fit --target is refused, with the rule that it breaks.
 
     \b
     Examples:
@@ -42,11 +43,13 @@ def render(
     The source goes to stdout or to --out; with --json, a document with its name, sha256 and kernels.
     """
     from kgen.render import render as render_source
+    from kgen.space import check_candidate
 
     if oracle and (default or setting):
         raise InputError("--oracle", "excludes --default and --set", remedy="leave one of them out")
     loaded = load(spec)
     candidate = loaded.oracle if oracle else settings(loaded, loaded.default, setting or [])
+    check_candidate(loaded, candidate, layout, loaded.target(target))
     source = render_source(loaded.family, candidate, loaded.layout(layout))
     if out is not None:
         _write(out, source)

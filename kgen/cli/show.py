@@ -34,6 +34,9 @@ def winners(
     spec: SpecFlag = DEFAULT_SPEC,
     target: TargetFlag = DEFAULT_TARGET,
     layout: LayoutsFlag = None,
+    unproven: Annotated[
+        bool, typer.Option("--unproven", help="Also candidates that were never proven right, as the model sees them.")
+    ] = False,
     db: DatabaseFlag = None,
     json: JsonFlag = False,
 ) -> None:
@@ -56,7 +59,12 @@ def winners(
             winner
             for name in names
             for winner in query(
-                database, family=loaded.family.name, target=target, layout=loaded.layout(name), arch=chip.nvcc_arch
+                database,
+                family=loaded.family.name,
+                target=target,
+                layout=loaded.layout(name),
+                arch=chip.nvcc_arch,
+                sources=None if unproven else _proven_sources(database, loaded, name),
             )
         ]
     if json:
@@ -65,6 +73,12 @@ def winners(
     _print_winners(found, loaded)
     if not found:
         typer.echo(f"no winners for {target} yet; run: kgen tune --spec {spec} --target {target}")
+
+
+def _proven_sources(database: TuningDatabase, spec: Spec, layout_name: str) -> set[str]:
+    """The digests of the sources that some trial of the layout proved right."""
+    found = database.trials(family=spec.family.name, layout=spec.layout(layout_name), status="ok")
+    return {record.source_sha256 for record in found if record.checked_on}
 
 
 @app.command()

@@ -61,7 +61,12 @@ def tune(
     spec: SpecFlag = DEFAULT_SPEC,
     target: TargetFlag = DEFAULT_TARGET,
     layout: LayoutsFlag = None,
-    trials: Annotated[int, typer.Option("--trials", min=1, metavar="N", help="Candidates to try a layout.")] = 24,
+    trials: Annotated[
+        int,
+        typer.Option(
+            "--trials", min=1, metavar="N", help="Candidates to try a layout, with the default; the oracle is extra."
+        ),
+    ] = 24,
     time_budget: Annotated[
         str | None, typer.Option("--time-budget", metavar="TIME", help="Start nothing new after this: 90s, 10m, 2h.")
     ] = None,

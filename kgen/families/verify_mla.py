@@ -41,6 +41,13 @@ from kgen.targets import Target
 INDEX_ARRAYS = ("kv_indices", "kv_indptr", "qo_indptr", "draft_slots")  # their places are bits of wide_indices
 INDEX_DTYPES = ("int32", "int64")
 LOG2_E = math.log2(math.e)
+LAYOUT_LIMITS = {  # least and most; int32 row counts and a kernel's registers bound them
+    "heads": (1, 1024),
+    "latent": (128, 1024),
+    "rope": (0, 256),
+    "page_size": (1, 65536),
+    "scale_dim": (1, 65536),
+}
 ROW_PAD_BYTES = 16  # shared rows of 1168 bytes: ldmatrix then touches every bank once
 SCORE_PAD = 8  # elements after each row of S and P in shared memory, for the same reason
 COMBINE_GROUPS = 4  # most threads that share the splits of one column of the combine
@@ -215,6 +222,19 @@ class VerifyMla(Family):
         Constraint("shared memory fits", _shared_fits),
         Constraint("registers fit", _registers_fit),
     )
+
+    def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
+        for field, (least, most) in LAYOUT_LIMITS.items():
+            value = layout.get(field, "missing")
+            if not isinstance(value, int) or not least <= value <= most:
+                return field, f"must be a whole number from {least} to {most}", str(value)
+        if layout.get("dtype") != "bf16":
+            return "dtype", "must be bf16, the only one there is a kernel for", str(layout.get("dtype", "missing"))
+        if integer(layout, "latent") % 128:
+            return "latent", "must be a multiple of 128", str(layout["latent"])
+        if integer(layout, "rope") % 32:
+            return "rope", "must be a multiple of 32", str(layout["rope"])
+        return None
 
     def label(self, candidate: Candidate) -> str:
         if not _is_flash(candidate):

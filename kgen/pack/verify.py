@@ -64,6 +64,7 @@ def verify_pack(
     if foreign:
         raise PackError(str(path / foreign[0]), "is no part of the pack", remedy="remove it, or emit the pack again")
     answers, problems = _dispatch_again(pack)
+    problems += _false_kernels(pack)
     rebuilt, not_rebuilt = 0, []
     if rebuild:
         for arch in pack.manifest.archs:
@@ -122,7 +123,7 @@ def _stale_sources(pack: Pack) -> list[str]:
         layout: Mapping[str, Value] = layouts[next(iter(variant.proofs))]
         try:
             rendered = render(family, variant.candidate, layout).sha256
-        except (KgenError, KeyError) as error:
+        except (KgenError, KeyError, ValueError, ArithmeticError) as error:
             reasons.append(f"variant {name} does not render any more: {error}")
             continue
         if rendered != manifest.sources[variant.source].sha256:
@@ -142,6 +143,24 @@ def _dispatch_again(pack: Pack) -> tuple[int, list[str]]:
                 if (match.how, match.variant) != ("exact", bucket.variant):
                     problems.append(f"{target} {name} {dict(bucket.point)}: {match.how} {match.variant}")
     return count, problems
+
+
+def _false_kernels(pack: Pack) -> list[str]:
+    """Variants whose source is recorded with other kernels or launch shapes than the family gives it."""
+    manifest, problems = pack.manifest, []
+    family = find_family(manifest.family, "manifest.json")
+    layouts = {name: table.layout for tables in manifest.dispatch.values() for name, table in tables.items()}
+    for name, variant in manifest.variants.items():
+        try:
+            kernels = family.kernels(variant.candidate, layouts[next(iter(variant.proofs))])
+        except (KeyError, ValueError, ArithmeticError):
+            continue  # no candidate of today's family: stale, which _stale_sources says
+        recorded = manifest.sources[variant.source].kernels
+        if [(k.entry, k.threads, k.shared_bytes) for k in kernels] != [
+            (k.entry, k.threads, k.shared_bytes) for k in recorded
+        ]:
+            problems.append(f"variant {name} is recorded with other kernels than its candidate has")
+    return problems
 
 
 def _cannot_rebuild(pack: Pack, arch: str, toolchain: Toolchain | None) -> str:

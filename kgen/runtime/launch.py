@@ -75,6 +75,8 @@ class PreparedCall:
         if arguments:
             known = ", ".join((*self._names, *self._binding.options))
             raise InputError(next(iter(arguments)), "is no argument of this call", remedy=f"it takes {known}")
+        if hint and not hint.keys() <= self.capacity.keys():
+            raise InputError("hint", "names no workload axis", seen=repr(dict(hint)), remedy=", ".join(self.capacity))
         sizes = self._binding.sizes(tensors, options)
         regions = self._checker.check(tensors, sizes.dimensions)
         values = self._unset | self._binding.scalars(tensors, sizes, options)
@@ -83,7 +85,7 @@ class PreparedCall:
         if sizes.is_empty:
             return
         point = {**self.capacity, **sizes.point, **(hint or {})}
-        self.last = self.table.match(tuple([point[axis] for axis in self.table.axes]))
+        self.last = self.table.match(tuple([min(point[axis], self.capacity[axis]) for axis in self.table.axes]))
         plan = self._plans[self.last.variant, *self._level(sizes.extents)]
         regions += self._workspace
         for region in regions:
@@ -167,6 +169,7 @@ def prepare(
     dispatcher = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where)
     backend: Backend
     if on.type == "cpu":
+        on = torch.device("cpu")  # tensors never say cpu:0
         backend = EmulatorBackend(Path(cache_dir) if cache_dir else default_cache_dir(), params_bytes)
         chosen = target or _newest_target(pack)
     elif on.type == "cuda":

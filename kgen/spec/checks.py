@@ -82,6 +82,11 @@ class _Checks:
         needed |= {field for field, count in uses.items() if 2 * count >= len(layouts)}
         for name, layout in layouts.items():
             yield from self._names(("layouts", name), layout, needed, "field of a layout")
+            problem = self.family.layout_problem(layout) if self.family else None
+            if problem and problem[0] in layout:
+                yield self.error(("layouts", name, problem[0]), problem[1], seen=problem[2])
+            elif problem and problem[0] not in needed:
+                yield self.error(("layouts", name), f"{problem[0]} {problem[1]}", seen=f"it is {problem[2]}")
             for field, value in layout.items():
                 if field in first and type(value) is not type(first[field]):
                     kind = "an integer" if isinstance(first[field], int) else "a name"

@@ -284,6 +284,7 @@ class DeviceTrials:
             cubin_path=str(result.path),
             cubin_sha256=result.sha256,
             tolerances=self._study.spec.tolerances,
+            minimum_cuda=(int(self._study.toolchain.nvcc_version.split(".")[0]), 0),
         )
 
     def _trial(self, record: TrialRecord, result: BuildResult, found: Sequence[JobResult]) -> TrialRecord:
