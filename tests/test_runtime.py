@@ -87,6 +87,13 @@ def test_the_hint_changes_the_variant_and_never_the_result(spec: Spec, call: Pre
         check(spec, call, CASES["page_tail"], hint={"prefix": prefix})
 
 
+def test_a_hint_beyond_the_capacity_is_the_capacity(spec: Spec, call: PreparedCall) -> None:
+    for hint in ({"prefix": 10**9}, {"prefix": 1, "batch": 10**6}, {"nodes": 10**6}):
+        check(spec, call, CASES["page_tail"], hint=hint)
+    with pytest.raises(InputError, match=r"^hint: names no workload axis, \{'prefx': 1\}; batch, nodes, prefix$"):
+        check(spec, call, CASES["page_tail"], hint={"prefx": 1})
+
+
 def test_pool_rows_may_be_apart_and_have_a_middle_dimension(spec: Spec, call: PreparedCall) -> None:
     def spread(tensors: dict[str, Any]) -> None:
         rows = tensors["kv_pool"].shape[0]
