@@ -120,16 +120,22 @@ def blank_record(study: Study, variant: Variant, evaluator: Evaluator) -> TrialR
     )
 
 
-def build_all(study: Study, variants: Sequence[Variant], arch: str) -> list[BuildResult]:
-    """The variants' sources built for ``arch``, ``jobs`` at a time, in their order."""
-    return build(
-        [variant.source for variant in variants],
-        arch=arch,
-        toolchain=study.toolchain,
-        cache_dir=study.cache_dir,
-        jobs=study.jobs,
-        timeout_s=COMPILE_LIMIT_S,
-    )
+def build_all(study: Study, variants: Sequence[Variant], arch: str) -> Iterator[tuple[Variant, BuildResult]]:
+    """The variants with their sources built for ``arch``, in order.
+
+    ``jobs`` are built at a time, and given before the next are begun: no more trials than that are in flight.
+    """
+    for first in range(0, len(variants), study.jobs):
+        few = variants[first : first + study.jobs]
+        results = build(
+            [variant.source for variant in few],
+            arch=arch,
+            toolchain=study.toolchain,
+            cache_dir=study.cache_dir,
+            jobs=study.jobs,
+            timeout_s=COMPILE_LIMIT_S,
+        )
+        yield from zip(few, results, strict=True)
 
 
 def not_built(record: TrialRecord, result: BuildResult) -> TrialRecord:
@@ -159,8 +165,7 @@ class ModelEvaluator:
 
     def evaluate(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
         """One modelled trial a variant; sources that are not built yet are built first, ``jobs`` at a time."""
-        results = build_all(self._study, variants, self.arch)
-        for variant, result in zip(variants, results, strict=True):
+        for variant, result in build_all(self._study, variants, self.arch):
             yield self._trial(variant, result)
 
     def _trial(self, variant: Variant, result: BuildResult) -> TrialRecord:
@@ -254,7 +259,7 @@ class DeviceTrials:
 
         The oracle is proven and not timed: it would take longer than all the others together, and never wins.
         """
-        for variant, result in zip(variants, build_all(self._study, variants, self.arch), strict=True):
+        for variant, result in build_all(self._study, variants, self.arch):
             record = blank_record(self._study, variant, self)
             if result.status != "ok":
                 yield not_built(record, result)
@@ -269,10 +274,10 @@ class DeviceTrials:
 
     def finish(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
         """The finalists in interleaved rounds at every point."""
-        results = build_all(self._study, variants, self.arch)
-        jobs = [self._job(variant, result) for variant, result in zip(variants, results, strict=True)]
+        finalists = list(build_all(self._study, variants, self.arch))
+        jobs = [self._job(variant, result) for variant, result in finalists]
         rounds = [self._measure.time_candidates(jobs, point) for point in self._study.points]
-        for index, (variant, result) in enumerate(zip(variants, results, strict=True)):
+        for index, (variant, result) in enumerate(finalists):
             yield self._trial(blank_record(self._study, variant, self), result, [found[index] for found in rounds])
 
     def _job(self, variant: Variant, result: BuildResult) -> Job:
