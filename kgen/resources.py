@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kgen.errors import InputError
@@ -29,3 +30,9 @@ def find_spec(name: str) -> Path:
                 return folder / candidate
     shipped = ", ".join(sorted(path.name for path in SPECS.glob("*.yaml")))
     raise InputError("--spec", "no such spec", seen=repr(name), remedy=f"give a path, or one of: {shipped}")
+
+
+def cache_dir() -> Path:
+    """Where builds are kept: $KGEN_CACHE_DIR, else kgen/ in the user's cache folder. Safe to delete at any time."""
+    named = os.environ.get("KGEN_CACHE_DIR")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kgen"

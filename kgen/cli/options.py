@@ -70,14 +70,6 @@ def database_url(given: str | None) -> str:
     return f"sqlite:///{TUNING_DB / 'tuning.sqlite' if in_checkout else 'tuning.sqlite'}"
 
 
-def cache_dir() -> Path:
-    """Where builds are kept: $KGEN_CACHE_DIR, else the user's cache folder. Safe to delete at any time."""
-    import os
-
-    named = os.environ.get("KGEN_CACHE_DIR")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kgen"
-
-
 def seconds(flag: str, text: str | None) -> float | None:
     """A duration such as ``90s``, ``10m``, ``1.5h`` or plain seconds."""
     if text is None:

@@ -16,11 +16,11 @@ from kgen.cli.options import (
     JobsFlag,
     LayoutsFlag,
     SpecFlag,
-    cache_dir,
     database_url,
     load,
     own_pack,
 )
+from kgen.resources import cache_dir
 
 if TYPE_CHECKING:
     from kgen.build.toolchain import Toolchain

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kgen.cli.console import progress
-from kgen.cli.options import cache_dir, first_gpu, settings
+from kgen.cli.options import first_gpu, settings
 from kgen.errors import InputError
+from kgen.resources import cache_dir
 
 if TYPE_CHECKING:
     from kgen.family import Value
     from kgen.render import Source
-    from kgen.runtime.pack_reader import Pack
     from kgen.spec import Spec
     from kgen.validate import Verdict
 
@@ -53,6 +53,7 @@ def from_spec(
 
 def from_pack(spec: Spec, path: Path, names: Sequence[str], target: str, device: str) -> Iterator[Subject]:
     """Every variant that the pack's tables name for these layouts, once a layout."""
+    from kgen.pack.verify import packed_source
     from kgen.runtime.dispatch import Dispatcher
     from kgen.runtime.pack_reader import load_pack
 
@@ -70,17 +71,9 @@ def from_pack(spec: Spec, path: Path, names: Sequence[str], target: str, device:
         for label in dict.fromkeys([table.default, table.oracle, *winners]):
             variant = pack.manifest.variants[label]
             cubin = pack.manifest.sources[variant.source].cubins[chip.arch]
-            source = _source_of(pack, variant.source)
+            source = packed_source(pack, variant.source)
             code = pack.cubin(variant.source, chip.arch)
             yield Subject(label, name, variant.candidate, source, chip.sms, cubin.blocks_per_sm, code)
-
-
-def _source_of(pack: Pack, name: str) -> Source:
-    from kgen.render import Source
-
-    packed, text = pack.manifest.sources[name], pack.source_text(name)
-    entries = tuple(kernel.entry for kernel in packed.kernels)
-    return Source(pack.manifest.family, name, text, text, packed.sha256, entries)
 
 
 def run_checks(spec: Spec, subjects: Sequence[Subject], device: str, jobs: int) -> list[Verdict]:

@@ -15,12 +15,12 @@ from kgen.cli.options import (
     LayoutsFlag,
     SpecFlag,
     TargetFlag,
-    cache_dir,
     database_url,
     load,
     seconds,
     settings,
 )
+from kgen.resources import cache_dir
 
 if TYPE_CHECKING:
     from kgen.db.winners import Winner

@@ -176,7 +176,7 @@ def _rebuild(pack: Pack, arch: str, toolchain: Toolchain, jobs: int) -> tuple[in
     """Compile an arch's sources from the packed text alone, in an empty cache; name those that come out different."""
     manifest = pack.manifest
     names = [name for name, source in manifest.sources.items() if arch in source.cubins]
-    sources = [_as_source(pack, name) for name in names]
+    sources = [packed_source(pack, name) for name in names]
     with tempfile.TemporaryDirectory(prefix="kgen-verify.") as folder:
         results = build(
             sources, arch=arch, toolchain=toolchain, cache_dir=Path(folder), jobs=jobs, timeout_s=COMPILE_LIMIT_S
@@ -188,7 +188,8 @@ def _rebuild(pack: Pack, arch: str, toolchain: Toolchain, jobs: int) -> tuple[in
     return len(names), problems
 
 
-def _as_source(pack: Pack, name: str) -> Source:
+def packed_source(pack: Pack, name: str) -> Source:
+    """A source as it is in the pack: what is compiled is the text that was hashed, without a line map."""
     packed, text = pack.manifest.sources[name], pack.source_text(name)
     entries = tuple(kernel.entry for kernel in packed.kernels)
     return Source(pack.manifest.family, name, text, text, packed.sha256, entries)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kgen.binding import Binding, Point
 from kgen.errors import InputError, PackError
+from kgen.resources import cache_dir as default_cache_dir
 from kgen.runtime.backends import Backend, CudaBackend, EmulatorBackend
 from kgen.runtime.dispatch import Dispatcher, Explanation, Match, Table, arch_capability
 from kgen.runtime.manifest import Value
@@ -191,12 +192,6 @@ def prepare(
     )
     call.prepare(pack, described, torch, on)
     return call
-
-
-def default_cache_dir() -> Path:
-    """Where emulator builds are kept: $KGEN_CACHE_DIR, or kgen/ in the user's cache folder."""
-    named = os.environ.get("KGEN_CACHE_DIR")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kgen"
 
 
 def _check_capacity(axes: Sequence[str], capacity: Mapping[str, int]) -> None:
