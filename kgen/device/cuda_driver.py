@@ -33,6 +33,7 @@ STICKY_ERRORS = frozenset(
 
 SMALLEST_DRIVER = {12: "525.60", 13: "580.65"}
 """The smallest Linux driver by a toolkit's major version (minor version compatibility, CUDA release notes)."""
+_FIRST_FOR_CC12 = ((12, 8), "570.26")
 
 _REMEDIES = {
     "CUDA_ERROR_OUT_OF_MEMORY": "free device memory (nvidia-smi lists who holds it) or ask for smaller capacities",
@@ -98,6 +99,17 @@ def call(name: str, *arguments: Any) -> Any:
 def is_sticky(error: BaseException) -> bool:
     """Whether the process must be replaced after this error."""
     return isinstance(error, CudaError) and error.is_sticky
+
+
+def cubin_needs(arch: str, nvcc_version: str) -> tuple[tuple[int, int], str]:
+    """The CUDA version that a driver must support for a cubin of this nvcc, and the smallest such Linux driver.
+
+    It is of the toolkit's major version, or newer (minor version compatibility), and knows the arch.
+    """
+    major = int(nvcc_version.split(".", maxsplit=1)[0])
+    if arch.startswith("sm_12") and (major, 0) < _FIRST_FOR_CC12[0]:
+        return _FIRST_FOR_CC12
+    return (major, 0), SMALLEST_DRIVER[major]
 
 
 def driver_version() -> tuple[int, int]:

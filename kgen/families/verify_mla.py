@@ -10,7 +10,7 @@ rope elements, V its first ``latent`` ones; the softmax scale is 1/sqrt(scale_di
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -364,20 +364,14 @@ class VerifyMla(Family):
         return {"out": np.full((tokens, heads, integer(layout, "latent")), 0xFFFF, np.uint16), "lse": lse}
 
     def scalars(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> Mapping[str, int | float]:
-        wide = 0
-        for bit, name in enumerate(INDEX_ARRAYS):
-            array = inputs[name]
-            if array is not None and array.dtype.itemsize == 8:
-                wide |= 1 << bit
-        mask = inputs["tree_mask"]
-        return {
-            "kv_stride": _present(inputs, "kv_pool").shape[1],
-            "batch": _present(inputs, "kv_indptr").size - 1,
-            "heads": integer(layout, "heads"),
-            "mask_words": 0 if mask is None else mask.shape[1],
-            "wide_indices": wide,
-            "scale_log2": softmax_scale(layout) * LOG2_E,
-        }
+        return _call_scalars(
+            inputs,
+            wide=[array is not None and array.dtype.itemsize == 8 for array in map(inputs.get, INDEX_ARRAYS)],
+            kv_stride=_present(inputs, "kv_pool").shape[1],
+            batch=_present(inputs, "kv_indptr").size - 1,
+            heads=integer(layout, "heads"),
+            scale=softmax_scale(layout),
+        )
 
     def reference(
         self, layout: Layout, case: Case, inputs: Mapping[str, Array | None], rows: Array | None = None
@@ -460,6 +454,21 @@ class VerifyMla(Family):
         row_bytes = 4.0 * tiling.latent * plan.scalars["splits"] + 2.0 * tiling.latent
         merge = LaunchDemand(combine.entry, math.prod(combine.grid), 1, 1, 0.0, 0.0, 0.0, 4.0, row_bytes, 0.0)
         return (flash, merge)
+
+
+def _call_scalars(
+    arrays: Mapping[str, Any], *, wide: Iterable[bool], kv_stride: int, batch: int, heads: int, scale: float
+) -> dict[str, int | float]:
+    """The parameters that a call's arrays or tensors decide; ``wide`` says which of `INDEX_ARRAYS` are int64."""
+    mask = arrays["tree_mask"]
+    return {
+        "kv_stride": kv_stride,
+        "batch": batch,
+        "heads": heads,
+        "mask_words": 0 if mask is None else mask.shape[1],
+        "wide_indices": sum(is_wide << bit for bit, is_wide in enumerate(wide)),
+        "scale_log2": scale * LOG2_E,
+    }
 
 
 def _split_scalars(splits: int, partial_rows: int, combine_groups: int) -> dict[str, int]:
@@ -617,20 +626,14 @@ class VerifyMlaBinding(Binding):
         if (tensors["draft_kv"] is None) == (tensors["draft_slots"] is None):
             seen = "neither" if tensors["draft_kv"] is None else "both"
             raise TensorError("draft_kv", "give either it or draft_slots", seen=seen)
-        mask = tensors["tree_mask"]
-        words = 0 if mask is None else mask.shape[1]
-        wide = 0
-        for bit, name in enumerate(INDEX_ARRAYS):
-            if tensors[name] is not None and tensors[name].element_size() == 8:
-                wide |= 1 << bit
-        return {
-            "kv_stride": tensors["kv_pool"].stride(0),
-            "batch": sizes.extents["batch"],
-            "heads": self._fixed["heads"],
-            "mask_words": words,
-            "wide_indices": wide,
-            "scale_log2": (self._scale if options["scale"] is None else options["scale"]) * LOG2_E,
-        }
+        return _call_scalars(
+            tensors,
+            wide=[tensor is not None and tensor.element_size() == 8 for tensor in map(tensors.get, INDEX_ARRAYS)],
+            kv_stride=tensors["kv_pool"].stride(0),
+            batch=sizes.extents["batch"],
+            heads=self._fixed["heads"],
+            scale=self._scale if options["scale"] is None else options["scale"],
+        )
 
     def check_content(self, tensors: Mapping[str, Any], sizes: Sizes) -> None:
         """Offsets must rise from 0 and end in their tensors; slots must be in the pool, lengths within capacity."""

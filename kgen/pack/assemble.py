@@ -10,7 +10,7 @@ import kgen
 from kgen.build import NVCC_FLAGS, BuildResult, build
 from kgen.build.toolchain import Toolchain
 from kgen.db import TuningDatabase
-from kgen.device.cuda_driver import SMALLEST_DRIVER
+from kgen.device.cuda_driver import cubin_needs
 from kgen.errors import BuildError, ValidationError
 from kgen.family import Kernel
 from kgen.pack.select import Selection, Variant
@@ -37,7 +37,6 @@ from kgen.targets import Target
 from kgen.validate import validate_in_emulator
 
 COMPILE_LIMIT_S = 300.0
-FIRST_FOR_CC12 = ((12, 8), "570.26")
 """CUDA version and Linux driver that first know compute capability 12.x (CUDA 12.8 release notes)."""
 
 OnProof = Callable[[int, int, str], None]
@@ -132,14 +131,8 @@ def _assemble(
 
 
 def packed_arch(arch: str, toolchain: Toolchain) -> PackedArch:
-    """How this toolchain builds for ``arch``, and the smallest driver for its cubins.
-
-    A cubin needs a driver of its toolkit's major version, or newer (minor version compatibility), that knows the arch.
-    """
-    major = int(toolchain.nvcc_version.split(".")[0])
-    cuda, driver = (major, 0), SMALLEST_DRIVER[major]
-    if arch.startswith("sm_12") and cuda < FIRST_FOR_CC12[0]:
-        cuda, driver = FIRST_FOR_CC12
+    """How this toolchain builds for ``arch``, and the smallest driver for its cubins."""
+    cuda, driver = cubin_needs(arch, toolchain.nvcc_version)
     return PackedArch(toolchain.nvcc_fingerprint, NVCC_FLAGS, driver, cuda)
 
 

@@ -17,7 +17,7 @@ from kgen.pack.writer import foreign_files
 from kgen.render import Source, render
 from kgen.resources import find_spec
 from kgen.runtime.dispatch import Dispatcher
-from kgen.runtime.manifest import Value
+from kgen.runtime.manifest import Manifest, Value
 from kgen.runtime.pack_reader import Pack, load_pack
 from kgen.spec import Spec, load_spec
 
@@ -118,7 +118,7 @@ def _stale_tables(pack: Pack, spec: Spec, db: TuningDatabase) -> list[str]:
 def _stale_sources(pack: Pack) -> list[str]:
     manifest, reasons = pack.manifest, []
     family = find_family(manifest.family, "manifest.json")
-    layouts = {name: table.layout for tables in manifest.dispatch.values() for name, table in tables.items()}
+    layouts = _layouts(manifest)
     for name, variant in manifest.variants.items():
         layout: Mapping[str, Value] = layouts[next(iter(variant.proofs))]
         try:
@@ -145,11 +145,16 @@ def _dispatch_again(pack: Pack) -> tuple[int, list[str]]:
     return count, problems
 
 
+def _layouts(manifest: Manifest) -> dict[str, Mapping[str, Value]]:
+    """The fields of every head layout of a pack, by name."""
+    return {name: table.layout for tables in manifest.dispatch.values() for name, table in tables.items()}
+
+
 def _false_kernels(pack: Pack) -> list[str]:
     """Variants whose source is recorded with other kernels or launch shapes than the family gives it."""
     manifest, problems = pack.manifest, []
     family = find_family(manifest.family, "manifest.json")
-    layouts = {name: table.layout for tables in manifest.dispatch.values() for name, table in tables.items()}
+    layouts = _layouts(manifest)
     for name, variant in manifest.variants.items():
         try:
             kernels = family.kernels(variant.candidate, layouts[next(iter(variant.proofs))])

@@ -13,6 +13,7 @@ import kgen
 from kgen.build import NVCC_FLAGS, BuildResult, build
 from kgen.build.toolchain import Toolchain
 from kgen.canonical import canonical_json
+from kgen.device.cuda_driver import cubin_needs
 from kgen.family import Candidate, Family, Kernel, Layout, Point
 from kgen.measure import DeviceEvaluator
 from kgen.measure.job import Job, JobResult
@@ -289,7 +290,7 @@ class DeviceTrials:
             cubin_path=str(result.path),
             cubin_sha256=result.sha256,
             tolerances=self._study.spec.tolerances,
-            minimum_cuda=(int(self._study.toolchain.nvcc_version.split(".")[0]), 0),
+            minimum_cuda=cubin_needs(self.arch, self._study.toolchain.nvcc_version)[0],
         )
 
     def _trial(self, record: TrialRecord, result: BuildResult, found: Sequence[JobResult]) -> TrialRecord:

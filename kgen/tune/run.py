@@ -205,7 +205,7 @@ class Run:
         return self._memory.judged[_key(variant)]
 
     def _measure_finalists(self, layout_name: str) -> None:
-        """Time the winners, the incumbents and the default side by side, unless all of them were already."""
+        """Time the winners and the default side by side, unless all of them were already."""
         self._listener.phase(f"measuring finalists for {layout_name}")
         spec = self._study.spec
         names = {winner.candidate_key: winner.candidate for winner in self.winners(layout_name)}
