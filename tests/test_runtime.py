@@ -90,6 +90,7 @@ def test_the_hint_changes_the_variant_and_never_the_result(spec: Spec, call: Pre
 def test_a_hint_beyond_the_capacity_is_the_capacity(spec: Spec, call: PreparedCall) -> None:
     for hint in ({"prefix": 10**9}, {"prefix": 1, "batch": 10**6}, {"nodes": 10**6}):
         check(spec, call, CASES["page_tail"], hint=hint)
+        assert call.explain({"prefix": 10**9}).match == call.explain({}).match
     with pytest.raises(InputError, match=r"^hint: names no workload axis, \{'prefx': 1\}; batch, nodes, prefix$"):
         check(spec, call, CASES["page_tail"], hint={"prefx": 1})
 

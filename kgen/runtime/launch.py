@@ -85,8 +85,7 @@ class PreparedCall:
             self._binding.check_content(tensors, sizes)
         if sizes.is_empty:
             return
-        point = {**self.capacity, **sizes.point, **(hint or {})}
-        self.last = self.table.match(tuple([min(point[axis], self.capacity[axis]) for axis in self.table.axes]))
+        self.last = self.table.match(tuple(self._within({**sizes.point, **(hint or {})}).values()))
         plan = self._plans[self.last.variant, *self._level(sizes.extents)]
         regions += self._workspace
         for region in regions:
@@ -96,8 +95,12 @@ class PreparedCall:
         self._backend.run(plan.source, plan.launches, regions)
 
     def explain(self, point: Mapping[str, int]) -> Explanation:
-        """Why the dispatch table answers what it does at a workload point; axes left out are at capacity."""
-        return self.table.explain({**self.capacity, **point})
+        """Why a call at a workload point gets what it gets; axes left out, and beyond it, are at capacity."""
+        return self.table.explain(self._within(point))
+
+    def _within(self, point: Mapping[str, int]) -> dict[str, int]:
+        """The point that the table is asked for, its axes in the table's order: no more than what was prepared for."""
+        return {axis: min(point.get(axis, self.capacity[axis]), self.capacity[axis]) for axis in self.table.axes}
 
     def _level(self, extents: Mapping[str, int]) -> list[int]:
         return [levels[bisect_left(levels, extents[axis])] for axis, levels in self._levels.items()]
