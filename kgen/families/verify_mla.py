@@ -49,9 +49,10 @@ LAYOUT_LIMITS = {  # least and most; int32 row counts and a kernel's registers b
     "scale_dim": (1, 65536),
 }
 ROW_PAD_BYTES = 16  # shared rows of 1168 bytes: ldmatrix then touches every bank once
-SCORE_PAD = 8  # elements after each row of S and P in shared memory, for the same reason
-COMBINE_GROUPS = 4  # most threads that share the splits of one column of the combine
-COMBINE_GROUP_SPLITS = 8  # splits that one of them can have in flight at once
+PROBABILITY_PAD = 8  # elements after each row of P in shared memory, for the same reason
+COMBINE_THREADS = 4  # most threads of a combine block for each four columns of a row
+COMBINE_COLUMNS = 128  # fewest columns of a combine block: one warp
+COMBINE_GROUP_SPLITS = 8  # splits that one thread of the combine can have in flight at once
 MIN_SPLIT_ROWS = 64  # a shorter split costs more in the combine than it saves
 DISTINCT_VALUES = 1 << 22  # random numbers drawn for one array; a larger one repeats them
 SAMPLED_ROWS = 8  # of a request whose reference is sampled: gathering its keys takes as long as about so many
@@ -68,8 +69,9 @@ class Tiling:
     """How a flash candidate divides a block's work; every other number of the kernel follows from it.
 
     ``row_groups`` groups of ``group_warps`` warps each own ``group_rows`` rows of the tile. For S = Q K^T a
-    group's warps are ``k_split`` slices of the head dimension x ``score_parts`` parts of its rows; for P V
-    they are ``group_warps`` slices of the latent columns.
+    group's warps are ``k_split`` slices of the head dimension x ``key_split`` parts of the keys (together ``sharers``) x
+    ``score_parts`` parts of its rows; for the softmax each owns ``own_rows`` of its part's rows; for P V they are
+    ``group_warps`` slices of the latent columns.
     """
 
     def __init__(self, candidate: Candidate, layout: Layout) -> None:
@@ -79,6 +81,7 @@ class Tiling:
         self.warps = integer(candidate, "warps")
         self.row_groups = integer(candidate, "row_groups")
         self.k_split = integer(candidate, "k_split")
+        self.key_split = integer(candidate, "key_split")
         self.blocks_per_sm = integer(candidate, "blocks_per_sm")
         self.latent = integer(layout, "latent")
         self.head_dim = self.latent + integer(layout, "rope")
@@ -96,25 +99,45 @@ class Tiling:
         return self.tile_m // self.row_groups
 
     @property
+    def sharers(self) -> int:
+        return self.k_split * self.key_split
+
+    @property
     def score_parts(self) -> int:
-        return self.group_warps // self.k_split
+        return self.group_warps // self.sharers
+
+    @property
+    def score_keys(self) -> int:
+        """Keys of S that one warp computes."""
+        return self.tile_n // self.key_split
 
     @property
     def score_rows(self) -> int:
         """Rows of S that one warp computes a slice of."""
         return self.group_rows // self.score_parts
 
+    @property
+    def own_rows(self) -> int:
+        """Rows that one warp softens: a quad of lanes each, as the mma leaves them."""
+        return self.score_rows // self.sharers
+
+    @property
+    def packet_floats(self) -> int:
+        """Values of S that one warp sends another: the other's rows x its own keys."""
+        return self.own_rows * self.score_keys
+
     def divides(self) -> bool:
-        """Whether every division above is exact and every warp has whole mma tiles and softmax rows."""
+        """Whether every division above is exact and every warp has whole mma tiles and quads."""
         return (
             self.warps % self.row_groups == 0
             and self.tile_m % (16 * self.row_groups) == 0
-            and self.group_warps % self.k_split == 0
+            and self.group_warps % self.sharers == 0
             and (self.head_dim // 16) % self.k_split == 0
             and self.group_rows % (16 * self.score_parts) == 0
-            and self.group_rows % (4 * self.group_warps) == 0
-            and self.latent % (16 * self.group_warps) == 0
-            and self.tile_n % self.warps == 0
+            and self.score_keys % 16 == 0
+            and self.own_rows in (2, 4, 8)
+            and self.latent % (32 * self.group_warps) == 0
+            and self.tile_n % self.group_warps == 0
         )
 
     @property
@@ -126,11 +149,10 @@ class Tiling:
         """Byte offsets of the shared arrays, and their total."""
         sizes = {
             "kv": self.stages * self.tile_n * self.row_bytes,
-            "score": self.warps * self.score_rows * (self.tile_n + SCORE_PAD) * 4,
-            "probability": self.tile_m * (self.tile_n + SCORE_PAD) * 2,
+            "score": self.warps * self.sharers * self.packet_floats * 4,
+            "probability": self.tile_m * (self.tile_n + PROBABILITY_PAD) * 2,
             "rescale": self.tile_m * 4,
             "full": self.stages * 8,
-            "empty": self.stages * 8,
         }
         offsets, at = {}, 0
         for name, size in sizes.items():
@@ -147,8 +169,8 @@ class Tiling:
         """Registers a thread holds across the main loop: O, Q, S and double-buffered fragments."""
         output = self.group_rows // 16 * (self.latent // self.group_warps // 8) * 4
         query = self.score_rows // 16 * (self.head_dim // 16 // self.k_split) * 4
-        score = self.score_rows // 16 * (self.tile_n // 8) * 4
-        return output + query + max(score + self.tile_n // 16 * 8, self.group_rows // 16 * 4 + 8)
+        score = max(4, self.score_rows // 16 * (self.score_keys // 8)) * 4
+        return output + query + max(score + self.score_keys // 16 * 8, self.group_rows // 16 * 4 + 8)
 
 
 def _is_flash(candidate: Candidate) -> bool:
@@ -175,10 +197,6 @@ def _registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool
     return tiling.register_floor + REGISTER_SLACK <= cap
 
 
-def _refill_has_a_stage(candidate: Candidate, layout: Layout, target: Target) -> bool:
-    return not _is_flash(candidate) or candidate["refill"] == "eager" or integer(candidate, "stages") >= 2
-
-
 class VerifyMla(Family):
     """The family; shapes and dtypes of its parameters are beside them."""
 
@@ -196,14 +214,15 @@ class VerifyMla(Family):
             Parameter("tree_mask", "pointer"),  # uint32 [tokens, mask_words], or null: a chain
             Parameter("out", "pointer"),  # bf16 [tokens, heads, latent]
             Parameter("lse", "pointer"),  # float32 [tokens, heads], natural logarithm, or null
-            Parameter("partial_out", "pointer"),  # float32 [splits, partial_rows, latent]
-            Parameter("partial_lse", "pointer"),  # float32 [splits, partial_rows], base 2
+            Parameter("partial_out", "pointer"),  # bf16 [work_slots, tile_m, latent]
+            Parameter("partial_lse", "pointer"),  # float32 [work_slots, tile_m], base 2
             Parameter("kv_stride", "int64"),  # elements from one pool row to the next
             Parameter("batch", "int32"),
             Parameter("heads", "int32"),
-            Parameter("splits", "int32"),
-            Parameter("partial_rows", "int32"),
+            Parameter("work_slots", "int32"),  # blocks that requests are split for
+            Parameter("min_split_tiles", "int32"),  # KV tiles that a split has at least
             Parameter("combine_groups", "int32"),  # threads that share a column of the combine
+            Parameter("combine_parts", "int32"),  # blocks that share a row of the combine
             Parameter("mask_words", "int32"),
             Parameter("wide_indices", "int32"),  # bit set of the index arrays that are int64, in the order above
             Parameter("scale_log2", "float32"),  # softmax scale x log2(e)
@@ -218,7 +237,6 @@ class VerifyMla(Family):
     axes: ClassVar[tuple[str, ...]] = ("batch", "nodes", "prefix")
     constraints: ClassVar[tuple[Constraint, ...]] = (
         Constraint("tiles divide evenly among warps", _tiles_divide),
-        Constraint("deferred refill has a second stage", _refill_has_a_stage),
         Constraint("shared memory fits", _shared_fits),
         Constraint("registers fit", _registers_fit),
     )
@@ -240,7 +258,7 @@ class VerifyMla(Family):
         if not _is_flash(candidate):
             return "oracle"
         return (
-            "flash_m{tile_m}_n{tile_n}_s{stages}_w{warps}_g{row_groups}_k{k_split}_{gather}_{refill}_b{blocks_per_sm}"
+            "flash_m{tile_m}_n{tile_n}_s{stages}_w{warps}_g{row_groups}_k{k_split}x{key_split}_{gather}_{refill}_b{blocks_per_sm}"
         ).format_map(candidate)
 
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
@@ -251,10 +269,11 @@ class VerifyMla(Family):
         # split_waves is decided on the host: it is no part of the source, so its values share one cubin.
         compiled = {name: value for name, value in candidate.items() if name != "split_waves"}
         return shared | compiled | {
-            "score_rows": tiling.score_rows,
+            "packet_floats": tiling.packet_floats,
             "row_bytes": tiling.row_bytes,
-            "score_stride": tiling.tile_n + SCORE_PAD,
+            "probability_stride": tiling.tile_n + PROBABILITY_PAD,
             "combine_threads": _combine_threads(layout),
+            "combine_groups": _combine_groups(layout),
             "combine_shared_bytes": _combine_shared_bytes(layout),
             "shared_bytes": tiling.shared_bytes,
         } | {f"{name}_offset": at for name, at in tiling.offsets.items() if name != "total"}  # fmt: skip
@@ -274,23 +293,29 @@ class VerifyMla(Family):
         if not _is_flash(candidate):
             oracle = kernels[0]
             launch = Launch(oracle.entry, (rows, 1, 1), oracle.threads, oracle.shared_bytes)
-            return Plan((launch,), {}, _split_scalars(1, 0, 0))
+            return Plan((launch,), {}, _work_scalars(0, 0, 0, 0))
         flash, combine = kernels
-        row_tiles = -(-capacity["nodes"] * integer(layout, "heads") // integer(candidate, "tile_m"))
-        room = sms * max(resident_blocks, 1) * integer(candidate, "split_waves") // (row_tiles * capacity["batch"])
-        longest = capacity["prefix"] + capacity["nodes"]
-        splits = max(1, min(room, -(-longest // MIN_SPLIT_ROWS)))
-        launches = [Launch(flash.entry, (row_tiles, splits, capacity["batch"]), flash.threads, flash.shared_bytes)]
-        if splits == 1:
-            return Plan(tuple(launches), {}, _split_scalars(1, 0, 0))
-        groups = min(COMBINE_GROUPS, -(-splits // COMBINE_GROUP_SPLITS))
-        threads = combine.threads * groups // COMBINE_GROUPS
-        launches.append(Launch(combine.entry, (rows, 1, 1), threads, combine.shared_bytes))
+        tile_m, tile_n = integer(candidate, "tile_m"), integer(candidate, "tile_n")
+        pairs = capacity["batch"] * -(-capacity["nodes"] * integer(layout, "heads") // tile_m)
+        tiles = -(-(capacity["prefix"] + capacity["nodes"]) // tile_n)
+        if pairs * tiles >= 1 << 31:
+            raise TensorError("capacity", "is too large for one launch", seen=f"{pairs} x {tiles} tiles")
+        min_split_tiles = -(-MIN_SPLIT_ROWS // tile_n)
+        most = pairs * -(-tiles // min_split_tiles)
+        slots = min(sms * max(resident_blocks, 1) * integer(candidate, "split_waves"), most)
+        main = Launch(flash.entry, (max(slots, pairs), 1, 1), flash.threads, flash.shared_bytes)
+        if slots == 1 or most == pairs:  # no request can be split
+            return Plan((main,), {}, _work_scalars(slots, min_split_tiles, 0, 0))
+        parts = integer(layout, "latent") // COMBINE_COLUMNS if rows <= sms else 1
+        splits = _splits(slots, pairs, tiles, min_split_tiles)
+        groups = min(_combine_groups(layout) // parts, -(-splits // COMBINE_GROUP_SPLITS))
+        threads = integer(layout, "latent") // 4 // parts * groups
+        merge = Launch(combine.entry, (rows, parts, 1), threads, combine.shared_bytes)
         workspace = {
-            "partial_out": splits * rows * integer(layout, "latent") * 4,
-            "partial_lse": splits * rows * 4,
+            "partial_out": slots * tile_m * integer(layout, "latent") * 2,
+            "partial_lse": slots * tile_m * 4,
         }
-        return Plan(tuple(launches), workspace, _split_scalars(splits, rows, groups))
+        return Plan((main, merge), workspace, _work_scalars(slots, min_split_tiles, groups, parts))
 
     def binding(self, layout: Layout, capacity: Point) -> Binding:
         return VerifyMlaBinding(layout, capacity)
@@ -436,22 +461,24 @@ class VerifyMla(Family):
             return (LaunchDemand(main.entry, blocks, keys, 1, 0.0, row_bytes, row_bytes, 1.0, row_bytes, work.bytes),)
         tiling = Tiling(candidate, layout)
         tiles = -(-keys // tiling.tile_n)
+        pairs = point["batch"] * -(-point["nodes"] * integer(layout, "heads") // tiling.tile_m)
+        splits = _splits(plan.scalars["work_slots"], pairs, tiles, plan.scalars["min_split_tiles"])
         flash = LaunchDemand(
             main.entry,
-            blocks,
-            steps=-(-tiles // plan.scalars["splits"]),
+            blocks=pairs * splits,
+            steps=-(-tiles // splits),
             stages=tiling.stages,
             step_mma_flop=2.0 * tiling.tile_m * tiling.tile_n * (tiling.head_dim + tiling.latent),
             step_shared_bytes=_shared_traffic(tiling),
             step_gather_bytes=2.0 * tiling.tile_n * tiling.head_dim * GATHER_COST[str(candidate["gather"])],
             step_syncs=2.0,
-            block_bytes=tiling.tile_m * (2.0 * tiling.head_dim + 4.0 * tiling.latent),
+            block_bytes=tiling.tile_m * (2.0 * tiling.head_dim + 2.0 * tiling.latent),
             dram_bytes=work.bytes,
         )
         if len(plan.launches) == 1:
             return (flash,)
         combine = plan.launches[1]
-        row_bytes = 4.0 * tiling.latent * plan.scalars["splits"] + 2.0 * tiling.latent
+        row_bytes = 2.0 * tiling.latent * (splits + 1) / plan.scalars["combine_parts"]
         merge = LaunchDemand(combine.entry, math.prod(combine.grid), 1, 1, 0.0, 0.0, 0.0, 4.0, row_bytes, 0.0)
         return (flash, merge)
 
@@ -471,18 +498,35 @@ def _call_scalars(
     }
 
 
-def _split_scalars(splits: int, partial_rows: int, combine_groups: int) -> dict[str, int]:
-    return {"splits": splits, "partial_rows": partial_rows, "combine_groups": combine_groups}
+def _work_scalars(slots: int, min_split_tiles: int, combine_groups: int, combine_parts: int) -> dict[str, int]:
+    return {
+        "work_slots": slots,
+        "min_split_tiles": min_split_tiles,
+        "combine_groups": combine_groups,
+        "combine_parts": combine_parts,
+    }
+
+
+def _splits(slots: int, pairs: int, tiles: int, min_split_tiles: int) -> int:
+    """Splits of each of ``pairs`` row tiles x requests that all have ``tiles`` KV tiles, as the device deals them."""
+    if slots <= pairs:
+        return 1
+    return -(-tiles // max(-(-pairs * tiles // (slots - pairs)), min_split_tiles))
 
 
 def _combine_threads(layout: Layout) -> int:
-    """Four columns a thread, in every group."""
-    return integer(layout, "latent") // 4 * COMBINE_GROUPS
+    """Of the largest block: four columns a thread."""
+    return integer(layout, "latent") // 4 * COMBINE_THREADS
+
+
+def _combine_groups(layout: Layout) -> int:
+    """Most groups of threads that share the splits of a combine block's columns."""
+    return _combine_threads(layout) // (COMBINE_COLUMNS // 4)
 
 
 def _combine_shared_bytes(layout: Layout) -> int:
     """One float4 a thread, and one total a group."""
-    return _combine_threads(layout) * 16 + COMBINE_GROUPS * 4
+    return _combine_threads(layout) * 16 + _combine_groups(layout) * 4
 
 
 def softmax_scale(layout: Layout) -> float:
@@ -492,7 +536,7 @@ def softmax_scale(layout: Layout) -> float:
 
 def _shared_traffic(tiling: Tiling) -> float:
     """Shared-memory bytes that one KV tile moves: K and V fragments, S exchange, P."""
-    keys = 2.0 * tiling.warps * tiling.tile_n * tiling.head_dim / tiling.k_split
+    keys = 2.0 * tiling.warps * tiling.score_keys * tiling.head_dim / tiling.k_split
     values = 2.0 * tiling.warps * tiling.tile_n * tiling.latent / tiling.group_warps
     scores = 4.0 * 2 * tiling.tile_m * tiling.tile_n * tiling.k_split
     probabilities = 2.0 * tiling.tile_m * tiling.tile_n * (1 + tiling.group_warps)

@@ -1,11 +1,13 @@
 // The flash kernel: a block owns tile_m rows and one split of the keys, and streams KV tiles through a ring of
-// shared-memory stages. Q stays in registers: each warp holds its slice of the head dimension, computes a partial
-// S = Q K^T, and the partial S of a row group meet in shared memory, where the softmax turns them into P (bf16).
-// For O += P V the same warps own slices of the latent columns instead. V is the first columns of the K rows.
+// shared-memory stages. Q stays in registers: each warp holds its slice of the head dimension and computes a partial
+// S = Q K^T. The warps that share rows hand each other the partial S of the rows that the other will soften, through
+// inboxes in shared memory; P (bf16) meets there too. For O += P V a row group's warps own slices of the latent columns
+// instead. V is the first columns of the K rows. Row groups run apart, so that one multiplies while another softens.
 #pragma once
 
 #include <kgen/reductions.cuh>
 #include <kgen/verify_mla_problem.cuh>
+#include <kgen/verify_mla_schedule.cuh>
 
 namespace kgen::verify_mla {
 
@@ -15,277 +17,444 @@ struct Tiling {
   static constexpr int kHeadDim = Config::kLatent + Config::kRope;
   static constexpr int kGroupWarps = Config::kWarps / Config::kRowGroups;
   static constexpr int kGroupRows = Config::kTileM / Config::kRowGroups;
-  static constexpr int kScoreParts = kGroupWarps / Config::kKSplit;
+  // For S, a group's warps are slices of the head dimension x parts of the keys (together: sharers) x parts of the rows.
+  static constexpr int kSharers = Config::kKSplit * Config::kKeySplit;
+  static constexpr int kScoreParts = kGroupWarps / kSharers;
   static constexpr int kScoreRows = kGroupRows / kScoreParts;
-  // mma tiles a warp holds: of S and Q (m, n, k), and of O (m, n).
+  // mma tiles a warp holds: of S and Q (m, n, k), and of O (m, n). Two sums of S where one is too few to hide mma latency.
   static constexpr int kScoreM = kScoreRows / 16;
-  static constexpr int kScoreN = Config::kTileN / 8;
+  static constexpr int kScoreKeys = Config::kTileN / Config::kKeySplit;
+  static constexpr int kScoreN = kScoreKeys / 8;
   static constexpr int kScoreK = kHeadDim / 16 / Config::kKSplit;
+  static constexpr int kScoreSums = kScoreM * kScoreN < 4 ? 2 : 1;
   static constexpr int kOutM = kGroupRows / 16;
   static constexpr int kOutColumns = Config::kLatent / kGroupWarps;
   static constexpr int kOutN = kOutColumns / 8;
-  // Softmax: 8 lanes a row, 4 rows a pass.
-  static constexpr int kSoftmaxRows = kGroupRows / kGroupWarps;
-  static constexpr int kPasses = kSoftmaxRows / 4;
-  static constexpr int kLaneKeys = Config::kTileN / 8;
+  static constexpr int kAhead = 2;
+  // Softmax: a warp owns kOwnRows rows of its part, a quad of lanes each, as the mma leaves them.
+  static constexpr int kOwnRows = kScoreRows / kSharers;
+  static constexpr int kOwnLanes = kOwnRows * 4;
+  static constexpr int kLaneKeys = Config::kTileN / 4;
+  static constexpr int kPacketFloats = kOwnRows * kScoreKeys;
   // Shared memory: rows padded so that ldmatrix touches every bank once.
   static constexpr int kRowBytes = Config::kRowBytes;
-  static constexpr int kScoreStride = Config::kScoreStride;
-  static constexpr int kKeyBlocks = Config::kTileN / 16;
-  static constexpr int kFillRows = Config::kTileN / Config::kWarps;
+  static constexpr int kProbabilityStride = Config::kProbabilityStride;
+  static constexpr int kKeyBlocks = Config::kTileN / 16, kScoreBlocks = kScoreKeys / 16;
+  static constexpr int kFillRows = Config::kTileN / kGroupWarps;
 
-  static_assert(kScoreRows == Config::kScoreRows, "the family and the kernel disagree");
+  static_assert(kPacketFloats == Config::kPacketFloats, "the family and the kernel disagree");
   static_assert(kRowBytes == kHeadDim * 2 + 16, "the family and the kernel disagree");
-  static_assert(kScoreRows % 16 == 0 && kGroupRows % 16 == 0 && kSoftmaxRows % 4 == 0, "whole mma tiles and passes");
-  static_assert(kHeadDim / 16 % Config::kKSplit == 0 && kOutColumns % 16 == 0, "whole mma tiles");
-  static_assert(Config::kTileN % 16 == 0 && kFillRows * Config::kWarps == Config::kTileN, "whole rows a warp");
-  static_assert(!Config::kDeferredRefill || Config::kStages >= 2, "a deferred refill needs a second stage");
+  static_assert(kScoreRows % 16 == 0 && kGroupRows % 16 == 0 && (kOwnRows == 2 || kOwnRows == 4 || kOwnRows == 8), "whole mma tiles and quads");
+  static_assert(kHeadDim / 16 % Config::kKSplit == 0 && kOutColumns % 32 == 0, "whole mma tiles, 64 bytes of output a quad");
+  static_assert(kScoreKeys % 16 == 0 && kFillRows * kGroupWarps == Config::kTileN, "whole rows a warp");
+  static_assert(Config::kStages >= 2, "a stage is refilled while the next is used");
   static_assert(Config::kFullOffset + Config::kStages * 8 <= Config::kSharedBytes, "barriers lie inside");
 };
 
-// The ring of KV tiles. Every warp fetches its share of a tile's rows; a stage is full when all rows have landed
-// and empty when every warp has left it.
+// The barriers of a ring's stages; block_sync publishes them.
+template <typename Config>
+KGEN_DEVICE void init_ring(uint32_t full) {
+  if (thread_index() != 0) return;
+  for (int stage = 0; stage < Config::kStages; stage++) {
+    mbarrier_init(full + stage * 8, Config::kBulkGather ? 1 : Tiling<Config>::kGroupWarps * 32);
+  }
+  mbarrier_init_fence();
+}
+
+// The ring of KV tiles. A stage is full when all its rows have landed. The row groups take turns in filling stages.
 template <typename Config>
 struct KvRing {
   using T = Tiling<Config>;
+  static constexpr int kLeft = 1 + Config::kRowGroups;  // the first stage's named barrier
+  static constexpr int kFirst = (Config::kStages + Config::kRowGroups - 1) / Config::kRowGroups;
   const Params& params;
   const Request& request;
   int first_tile;
   int tiles;
+  int group;
+  int warp;  // of the group
   uint32_t stages;
   uint32_t full;
-  uint32_t empty;
-
-  KGEN_DEVICE void init() const {
-    if (thread_index() == 0) {
-      for (int stage = 0; stage < Config::kStages; stage++) {
-        mbarrier_init(full + stage * 8, Config::kBulkGather ? 1 : T::kThreads);
-        mbarrier_init(empty + stage * 8, Config::kWarps);
-      }
-      mbarrier_init_fence();
-    }
-    block_sync();
-  }
 
   // Where this lane's row of a tile is; past the end, the last key again, so that every tile has all its bytes.
   KGEN_DEVICE int place(int tile) const {
-    const int warp = thread_index() / 32, lane = thread_index() % 32, row = warp * T::kFillRows + lane % T::kFillRows;
+    const int row = warp * T::kFillRows + thread_index() % 32 % T::kFillRows;
     const int key = (first_tile + tile) * Config::kTileN + row;
     return key_place(params, request, key < request.keys() ? key : request.keys() - 1);
   }
 
-  KGEN_DEVICE void fill(int tile, int place) const {
-    const int stage = tile % Config::kStages, warp = thread_index() / 32, lane = thread_index() % 32;
+  // By all warps of one group.
+  KGEN_DEVICE void fill(int stage, int place) const {
+    const int lane = thread_index() % 32;
     const uint32_t rows = stages + (stage * Config::kTileN + warp * T::kFillRows) * T::kRowBytes;
     const uint32_t barrier = full + stage * 8;
+    const Global<const bf16> source = key_row<T::kHeadDim>(params, place);
     if constexpr (Config::kBulkGather) {
-      if (thread_index() == 0) mbarrier_arrive_expect(barrier, Config::kTileN * T::kHeadDim * 2);
-      if (lane < T::kFillRows) {
-        bulk_copy(rows + lane * T::kRowBytes, key_row<T::kHeadDim>(params, place), T::kHeadDim * 2, barrier);
+      Global<const bf16> sources[T::kFillRows];
+      KGEN_UNROLL
+      for (int row = 0; row < T::kFillRows; row++) sources[row] = shuffle(source, row);
+      if (warp == 0 && lane == 0) mbarrier_arrive_expect(barrier, Config::kTileN * T::kHeadDim * 2);
+      KGEN_UNROLL
+      for (int row = 0; row < T::kFillRows; row++) {
+        warp_bulk_copy(rows + row * T::kRowBytes, sources[row], T::kHeadDim * 2, barrier);
       }
     } else {
       constexpr int kRowChunks = T::kHeadDim * 2 / 16, kChunks = T::kFillRows * kRowChunks;
       KGEN_UNROLL
       for (int first = 0; first < kChunks; first += 32) {
         const int chunk = first + lane, row = chunk / kRowChunks, part = chunk % kRowChunks;
-        const int source = shuffle(place, row % T::kFillRows);
-        if (chunk < kChunks) {
-          cp_async_16(rows + row * T::kRowBytes + part * 16, key_row<T::kHeadDim>(params, source) + part * 8);
-        }
+        const Global<const bf16> row_source = shuffle(source, row % T::kFillRows);
+        if (chunk < kChunks) cp_async_16(rows + row * T::kRowBytes + part * 16, row_source + part * 8);
       }
       cp_async_arrive(barrier);
     }
   }
 
-  // The shared address of a tile once it has landed.
-  KGEN_DEVICE uint32_t wait(int tile) const {
-    const int stage = tile % Config::kStages;
-    mbarrier_wait(full + stage * 8, tile / Config::kStages % 2);
-    return stages + stage * Config::kTileN * T::kRowBytes;
+  // Where the rows of the first tiles are that this group fetches.
+  KGEN_DEVICE void first_places(int (&places)[kFirst]) const {
+    KGEN_UNROLL
+    for (int i = 0; i < kFirst; i++) places[i] = place(group + i * Config::kRowGroups);
   }
 
-  KGEN_DEVICE void leave(int tile) const {
-    warp_sync();
-    if (thread_index() % 32 == 0) mbarrier_arrive(empty + tile % Config::kStages * 8);
+  KGEN_DEVICE void fill_first(const int (&places)[kFirst]) const {
+    KGEN_UNROLL
+    for (int i = 0; i < kFirst; i++) {
+      const int stage = group + i * Config::kRowGroups;
+      if (stage < Config::kStages && stage < tiles) fill(stage, places[i]);
+    }
   }
 
-  // Fetches the tile that takes over the stage of `tile`, once every warp has left that.
-  KGEN_DEVICE void refill(int tile, int place) const {
-    if (tile + Config::kStages >= tiles) return;
-    mbarrier_wait(empty + tile % Config::kStages * 8, tile / Config::kStages % 2);
-    fill(tile + Config::kStages, place);
+  KGEN_DEVICE void wait(int stage, int parity) const { mbarrier_wait(full + stage * 8, parity); }
+
+  // Whether some group refills the stage of `tile`; and which.
+  KGEN_DEVICE bool refilled(int tile) const { return tile >= 0 && tile + Config::kStages < tiles; }
+  KGEN_DEVICE bool mine(int tile) const { return (tile & (Config::kRowGroups - 1)) == group; }
+
+  // The other groups tell the one that refills that they have left. A later barrier of its own tells it of its own warps;
+  // an eager refill has none.
+  KGEN_DEVICE void leave(int tile, int stage) const {
+    if constexpr (Config::kRowGroups > 1) {
+      if (refilled(tile) && !mine(tile)) named_barrier_arrive(kLeft + stage, T::kThreads);
+    }
+  }
+
+  // Fills the stage that held `tile` with the tile kStages on, once every warp has left it.
+  KGEN_DEVICE void refill(int tile, int stage, int place) const {
+    if (!refilled(tile) || !mine(tile)) return;
+    if constexpr (Config::kRowGroups > 1 || Config::kEagerRefill) named_barrier_sync(kLeft + stage, T::kThreads);
+    fill(stage, place);
   }
 };
 
-// Q fragments of this warp's rows and slice of the head dimension; rows past the end are zero.
+// Q fragments of this warp's rows and slice of the head dimension; rows past the end are zero. A quad of lanes loads 64
+// bytes of a row, 16 each; dealt out, each lane has two neighbouring elements of every eight, as the mma wants them.
 template <typename Config>
-KGEN_DEVICE void load_query(const Params& params, int64_t first_row, int row, int rows, int column,
-                            uint32_t (&q)[Tiling<Config>::kScoreM][Tiling<Config>::kScoreK][4]) {
+struct Query {
   using T = Tiling<Config>;
-  const int lane = thread_index() % 32;
-  KGEN_UNROLL
-  for (int m = 0; m < T::kScoreM; m++) {
+  uint32_t fragments[T::kScoreM][(T::kScoreK + 1) / 2 * 2][4];
+
+  KGEN_DEVICE void load(const Params& params, int64_t first_row, int row, int rows, int column) {
+    const int lane = thread_index() % 32;
     KGEN_UNROLL
-    for (int k = 0; k < T::kScoreK; k++) {
+    for (int m = 0; m < T::kScoreM; m++) {
       KGEN_UNROLL
-      for (int part = 0; part < 4; part++) {
-        const int r = row + m * 16 + lane / 4 + part % 2 * 8;
-        const int64_t at = (first_row + r) * T::kHeadDim + column + k * 16 + part / 2 * 8 + lane % 4 * 2;
-        q[m][k][part] = r < rows ? params.q.template load_as<uint32_t>(at) : 0;
+      for (int half = 0; half < 2; half++) {
+        const int r = row + m * 16 + half * 8 + lane / 4;
+        const Global<const bf16> source = params.q + ((first_row + r) * T::kHeadDim + column + lane % 4 * 8);
+        KGEN_UNROLL
+        for (int k = 0; k < T::kScoreK; k += 2) {
+          uint4v chunk{0, 0, 0, 0};
+          if (r < rows && (k + 1 < T::kScoreK || lane % 4 < 2)) chunk = source.template load_as<uint4v>(k * 16);
+          fragments[m][k][half] = chunk.x;
+          fragments[m][k][2 + half] = chunk.y;
+          fragments[m][k + 1][half] = chunk.z;
+          fragments[m][k + 1][2 + half] = chunk.w;
+        }
       }
     }
   }
-}
 
-// This warp's partial S of one tile. K fragments are fetched one step ahead of their use.
+  KGEN_DEVICE void deal() {
+    KGEN_UNROLL
+    for (int m = 0; m < T::kScoreM; m++) {
+      KGEN_UNROLL
+      for (int k = 0; k < T::kScoreK; k += 2) {
+        KGEN_UNROLL
+        for (int half = 0; half < 2; half++) {
+          uint32_t pairs[4] = {fragments[m][k][half], fragments[m][k][2 + half], fragments[m][k + 1][half],
+                               fragments[m][k + 1][2 + half]};
+          quad_transpose(pairs);
+          fragments[m][k][half] = pairs[0];
+          fragments[m][k][2 + half] = pairs[1];
+          fragments[m][k + 1][half] = pairs[2];
+          fragments[m][k + 1][2 + half] = pairs[3];
+        }
+      }
+    }
+  }
+};
+
+// This warp's partial S of one tile. K fragments are fetched kAhead uses ahead.
 template <typename Config>
-KGEN_DEVICE void score_tile(const uint32_t (&q)[Tiling<Config>::kScoreM][Tiling<Config>::kScoreK][4], uint32_t keys,
+KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys,
                             float (&s)[Tiling<Config>::kScoreM][Tiling<Config>::kScoreN][4]) {
   using T = Tiling<Config>;
-  uint32_t k[2][T::kKeyBlocks][4];
+  constexpr int kUses = T::kScoreK * T::kScoreBlocks, kBuffers = T::kAhead + 1;
+  uint32_t k[kBuffers][4];
+  float sums[T::kScoreSums][T::kScoreM][T::kScoreN][4];
+  KGEN_UNROLL
+  for (int i = 0; i < T::kScoreSums * T::kScoreM * T::kScoreN * 4; i++) {
+    sums[i / 4 / T::kScoreN / T::kScoreM][i / 4 / T::kScoreN % T::kScoreM][i / 4 % T::kScoreN][i % 4] = 0;
+  }
+  KGEN_UNROLL
+  for (int use = -T::kAhead; use < kUses; use++) {
+    const int fetch = use + T::kAhead;
+    if (fetch < kUses) {
+      ldmatrix_x4(k[fetch % kBuffers], keys + fetch % T::kScoreBlocks * 16 * T::kRowBytes + fetch / T::kScoreBlocks * 32);
+    }
+    if (use < 0) continue;
+    const int step = use / T::kScoreBlocks, block = use % T::kScoreBlocks;
+    const uint32_t(&b)[4] = k[use % kBuffers];
+    KGEN_UNROLL
+    for (int m = 0; m < T::kScoreM; m++) {
+      float(&sum)[T::kScoreN][4] = sums[step % T::kScoreSums][m];
+      mma_bf16_16x8x16(sum[2 * block], query.fragments[m][step], b[0], b[1]);
+      mma_bf16_16x8x16(sum[2 * block + 1], query.fragments[m][step], b[2], b[3]);
+    }
+  }
   KGEN_UNROLL
   for (int m = 0; m < T::kScoreM; m++) {
     KGEN_UNROLL
-    for (int n = 0; n < T::kScoreN; n++) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
-  }
-  KGEN_UNROLL
-  for (int block = 0; block < T::kKeyBlocks; block++) ldmatrix_x4(k[0][block], keys + block * 16 * T::kRowBytes);
-  KGEN_UNROLL
-  for (int step = 0; step < T::kScoreK; step++) {
-    if (step + 1 < T::kScoreK) {
+    for (int n = 0; n < T::kScoreN; n++) {
       KGEN_UNROLL
-      for (int block = 0; block < T::kKeyBlocks; block++) {
-        ldmatrix_x4(k[(step + 1) % 2][block], keys + block * 16 * T::kRowBytes + (step + 1) * 32);
-      }
-    }
-    KGEN_UNROLL
-    for (int block = 0; block < T::kKeyBlocks; block++) {
-      const uint32_t(&b)[4] = k[step % 2][block];
-      KGEN_UNROLL
-      for (int m = 0; m < T::kScoreM; m++) {
-        mma_bf16_16x8x16(s[m][2 * block], q[m][step], b[0], b[1]);
-        mma_bf16_16x8x16(s[m][2 * block + 1], q[m][step], b[2], b[3]);
+      for (int i = 0; i < 4; i++) {
+        s[m][n][i] = T::kScoreSums == 1 ? sums[0][m][n][i] : sums[0][m][n][i] + sums[T::kScoreSums - 1][m][n][i];
       }
     }
   }
 }
 
-// O += P V for this warp's columns. `probabilities` and `values` are this lane's ldmatrix addresses.
+// O += P V for this warp's columns. V fragments are fetched kAhead uses ahead, the first before P is there.
+// `values` is this lane's ldmatrix address in the tile, `probabilities` in P.
 template <typename Config>
-KGEN_DEVICE void value_tile(uint32_t probabilities, uint32_t values,
-                            float (&o)[Tiling<Config>::kOutM][Tiling<Config>::kOutN][4]) {
+struct ValueTile {
   using T = Tiling<Config>;
-  KGEN_UNROLL
-  for (int block = 0; block < T::kKeyBlocks; block++) {
-    uint32_t p[T::kOutM][4], v[2][4];
+  static constexpr int kBlockUses = T::kOutN / 2, kUses = T::kKeyBlocks * kBlockUses, kBuffers = T::kAhead + 1;
+  uint32_t values;
+  uint32_t v[kBuffers][4];
+
+  KGEN_DEVICE void fetch(int use) {
+    if (use >= kUses) return;
+    ldmatrix_x4_trans(v[use % kBuffers], values + use / kBlockUses * 16 * T::kRowBytes + use % kBlockUses * 32);
+  }
+
+  KGEN_DEVICE explicit ValueTile(uint32_t values) : values(values) {
     KGEN_UNROLL
-    for (int m = 0; m < T::kOutM; m++) ldmatrix_x4(p[m], probabilities + m * 16 * T::kScoreStride * 2 + block * 32);
-    ldmatrix_x4_trans(v[0], values + block * 16 * T::kRowBytes);
+    for (int use = 0; use < T::kAhead; use++) fetch(use);
+  }
+
+  KGEN_DEVICE void accumulate(uint32_t probabilities, float (&o)[T::kOutM][T::kOutN][4]) {
+    uint32_t p[T::kOutM][4];
     KGEN_UNROLL
-    for (int n = 0; n < T::kOutN / 2; n++) {
-      if (n + 1 < T::kOutN / 2) ldmatrix_x4_trans(v[(n + 1) % 2], values + block * 16 * T::kRowBytes + (n + 1) * 32);
+    for (int use = 0; use < kUses; use++) {
+      const int block = use / kBlockUses, n = use % kBlockUses;
+      KGEN_UNROLL
+      for (int m = 0; m < T::kOutM && n == 0; m++) {
+        ldmatrix_x4(p[m], probabilities + m * 16 * T::kProbabilityStride * 2 + block * 32);
+      }
+      fetch(use + T::kAhead);
+      const uint32_t(&b)[4] = v[use % kBuffers];
       KGEN_UNROLL
       for (int m = 0; m < T::kOutM; m++) {
-        mma_bf16_16x8x16(o[m][2 * n], p[m], v[n % 2][0], v[n % 2][1]);
-        mma_bf16_16x8x16(o[m][2 * n + 1], p[m], v[n % 2][2], v[n % 2][3]);
+        mma_bf16_16x8x16(o[m][2 * n], p[m], b[0], b[1]);
+        mma_bf16_16x8x16(o[m][2 * n + 1], p[m], b[2], b[3]);
       }
     }
   }
-}
+};
 
-// The running softmax of the rows that this lane's group of 8 owns: peak (base 2, scaled) and this lane's share
-// of the sum.
+// S of a part's rows, whole: every warp sends each sharer what it has of that one's rows, lane by lane as the mma left it.
+// The owner sums over the slices of the head dimension, and has the keys of every part side by side. (Itself too: that costs less than telling apart.)
+template <typename Config>
+struct ScoreExchange {
+  using T = Tiling<Config>;
+  static constexpr int kOwnerStride = T::kScoreParts * T::kSharers * T::kPacketFloats;
+  Shared<float> inboxes;  // [group][owner][part][sender: key part, slice][kScoreKeys / 16][kOwnLanes][4]
+  int sent;               // this lane's place in what it sends to the first owner
+  int received;           // and in what its warp gets from the first sender
+
+  KGEN_DEVICE ScoreExchange(Shared<float> inboxes, int group, int part, int sharer) : inboxes(inboxes) {
+    const int lane = thread_index() % 32, at = group * T::kSharers * kOwnerStride + part * T::kSharers * T::kPacketFloats;
+    sent = at + sharer * T::kPacketFloats + lane / T::kOwnLanes * kOwnerStride + lane % T::kOwnLanes * 4;
+    received = at + sharer * kOwnerStride + lane % T::kOwnLanes * 4;
+  }
+
+  KGEN_DEVICE void send(const float (&s)[T::kScoreM][T::kScoreN][4]) const {
+    KGEN_UNROLL
+    for (int m = 0; m < T::kScoreM; m++) {
+      KGEN_UNROLL
+      for (int half = 0; half < 2; half++) {
+        const int owner = (m * 16 + half * 8) / T::kOwnRows;
+        KGEN_UNROLL
+        for (int n = 0; n < T::kScoreN; n += 2) {
+          inboxes.template store_as<float4v>(
+              sent + owner * kOwnerStride + n / 2 * T::kOwnLanes * 4,
+              float4v{s[m][n][half * 2], s[m][n][half * 2 + 1], s[m][n + 1][half * 2], s[m][n + 1][half * 2 + 1]});
+        }
+      }
+    }
+  }
+
+  KGEN_DEVICE void receive(float (&s)[T::kLaneKeys]) const {
+    KGEN_UNROLL
+    for (int i = 0; i < T::kLaneKeys; i += 4) {
+      const int key_part = i * 4 / T::kScoreKeys, first = key_part * Config::kKSplit * T::kPacketFloats;
+      const int from = received + first + (i - key_part * T::kScoreKeys / 4) * T::kOwnLanes;
+      float4v sum = inboxes.template load_as<float4v>(from);
+      KGEN_UNROLL
+      for (int slice = 1; slice < Config::kKSplit; slice++) {
+        const float4v more = inboxes.template load_as<float4v>(from + slice * T::kPacketFloats);
+        sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+      }
+      s[i] = sum.x;
+      s[i + 1] = sum.y;
+      s[i + 2] = sum.z;
+      s[i + 3] = sum.w;
+    }
+  }
+
+  // The key of a lane's i-th value, within the tile.
+  KGEN_DEVICE static int key(int i) { return i / 2 * 8 + thread_index() % 4 * 2 + i % 2; }
+};
+
+// The running softmax of a quad's row: the peak that weights are relative to (base 2, scaled), and this lane's share of
+// the sum. The peak follows the largest score only when that is 2^kSlack above it: weights stay far from overflow, their
+// bf16 rounding is relative, and O is rarely rescaled.
 template <typename Config>
 struct Softmax {
   using T = Tiling<Config>;
-  float peak[T::kPasses];
-  float total[T::kPasses];
+  static constexpr float kSlack = 8;
+  float peak;
+  float total;
 
-  // Sums the partial S of one pass's row over the slices of the head dimension, scaled to base 2.
-  KGEN_DEVICE static void gather(Shared<float> partials, int group, int row, int key, float scale,
-                                 float (&s)[T::kLaneKeys]) {
-    KGEN_UNROLL
-    for (int i = 0; i < T::kLaneKeys; i++) s[i] = 0;
-    KGEN_UNROLL
-    for (int slice = 0; slice < Config::kKSplit; slice++) {
-      const int warp = group * T::kGroupWarps + slice * T::kScoreParts + row / T::kScoreRows;
-      const int at = (warp * T::kScoreRows + row % T::kScoreRows) * T::kScoreStride + key;
-      KGEN_UNROLL
-      for (int i = 0; i < T::kLaneKeys; i += 2) {
-        const float2v pair = partials.template load_as<float2v>(at + i);
-        s[i] += pair.x;
-        s[i + 1] += pair.y;
-      }
-    }
-    KGEN_UNROLL
-    for (int i = 0; i < T::kLaneKeys; i++) s[i] *= scale;
-  }
-
-  // Folds one row's scores into the state; leaves the weights in `s` and returns the factor for older sums.
-  KGEN_DEVICE float fold(int pass, float (&s)[T::kLaneKeys]) {
+  // Folds one tile's scores into the state; leaves the weights in `s` and returns the factor for older sums.
+  KGEN_DEVICE float fold(float (&s)[T::kLaneKeys]) {
     float tile_peak = s[0];
     KGEN_UNROLL
     for (int i = 1; i < T::kLaneKeys; i++) tile_peak = maximum(tile_peak, s[i]);
-    const float new_peak = maximum(peak[pass], lanes_maximum<8>(tile_peak));
-    const float base = new_peak == -infinity() ? 0 : new_peak;  // a row that has seen nothing yet
-    const float rescale = exp2_approx(peak[pass] - base);
-    peak[pass] = new_peak;
-    total[pass] *= rescale;
+    float rescale = 1;
+    if (warp_any(tile_peak > peak + kSlack)) {
+      tile_peak = lanes_maximum<4>(tile_peak);
+      if (tile_peak > peak + kSlack) {
+        rescale = exp2_approx(peak - tile_peak);
+        peak = tile_peak;
+        total *= rescale;
+      }
+    }
+    const float base = peak == -infinity() ? 0 : peak;  // a row that has seen nothing yet
     KGEN_UNROLL
     for (int i = 0; i < T::kLaneKeys; i++) {
       s[i] = exp2_approx(s[i] - base);
-      total[pass] += s[i];
+      total += s[i];
     }
     return rescale;
   }
-
-  KGEN_DEVICE float row_total(int pass) const { return lanes_sum<8>(total[pass]); }
 };
+
+// Scores of draft rows that a row's node does not see, and of keys past the end, become -inf.
+template <typename Config>
+KGEN_DEVICE void mask_scores(const Params& params, const Request& request, int node, int first_key,
+                             float (&s)[Tiling<Config>::kLaneKeys]) {
+  KGEN_UNROLL
+  for (int i = 0; i < Tiling<Config>::kLaneKeys; i++) {
+    const int draft = first_key + ScoreExchange<Config>::key(i) - request.prefix;
+    if (draft >= 0 && !sees_draft(params, request, node, draft)) s[i] = -infinity();
+  }
+}
+
+// O times the factor of each row.
+template <typename Config>
+KGEN_DEVICE void rescale_output(Shared<float> factors, int group_row,
+                                float (&o)[Tiling<Config>::kOutM][Tiling<Config>::kOutN][4]) {
+  using T = Tiling<Config>;
+  KGEN_UNROLL
+  for (int m = 0; m < T::kOutM; m++) {
+    const int row = group_row + m * 16 + thread_index() % 32 / 4;
+    const float upper = factors.load(row), lower = factors.load(row + 8);
+    KGEN_UNROLL
+    for (int n = 0; n < T::kOutN; n++) {
+      o[m][n][0] *= upper;
+      o[m][n][1] *= upper;
+      o[m][n][2] *= lower;
+      o[m][n][3] *= lower;
+    }
+  }
+}
+
+// O of this warp's columns, times 1 / total, as bf16 rows of `out`; a quad of lanes writes 64 bytes of a row.
+template <typename Config>
+KGEN_DEVICE void store_output(Global<bf16> out, Shared<float> inverses, int group_row, int rows, int column,
+                              const float (&o)[Tiling<Config>::kOutM][Tiling<Config>::kOutN][4]) {
+  using T = Tiling<Config>;
+  const int lane = thread_index() % 32;
+  KGEN_UNROLL
+  for (int m = 0; m < T::kOutM; m++) {
+    KGEN_UNROLL
+    for (int half = 0; half < 2; half++) {
+      const int row = group_row + m * 16 + half * 8 + lane / 4;
+      const float inverse = inverses.load(row);
+      KGEN_UNROLL
+      for (int n = 0; n < T::kOutN; n += 4) {
+        uint32_t pairs[4];
+        KGEN_UNROLL
+        for (int i = 0; i < 4; i++) {
+          pairs[i] = pack_bf16x2(o[m][n + i][half * 2] * inverse, o[m][n + i][half * 2 + 1] * inverse);
+        }
+        quad_transpose(pairs);
+        const int64_t at = static_cast<int64_t>(row) * Config::kLatent + column + (n + lane % 4) * 8;
+        if (row < rows) out.template store_as<uint4v>(at, uint4v{pairs[0], pairs[1], pairs[2], pairs[3]});
+      }
+    }
+  }
+}
 
 template <typename Config>
 KGEN_DEVICE void flash(const Params& params) {
   using T = Tiling<Config>;
-  const int lane = thread_index() % 32, warp = thread_index() / 32;
+  const int lane = thread_index() % 32, warp = warp_uniform(thread_index() / 32);
   const int group = warp / T::kGroupWarps, group_warp = warp % T::kGroupWarps;
-  const int part = group_warp % T::kScoreParts, slice = group_warp / T::kScoreParts;
-
-  // This block's rows and tiles; blocks beyond the lengths that are on the device have none.
-  const int split = block_index_y();
-  if (block_index_z() >= params.batch) return;
-  const Request request = load_request(params, block_index_z());
-  const int rows = request.nodes * params.heads, tile_row = block_index_x() * Config::kTileM;
-  if (tile_row >= rows) return;
-  const int64_t first_row = static_cast<int64_t>(request.first_node) * params.heads;
-  const int all_tiles = (request.keys() + Config::kTileN - 1) / Config::kTileN;
-  const int share = (all_tiles + params.splits - 1) / params.splits, first_tile = split * share;
-  const int tiles = (first_tile + share < all_tiles ? first_tile + share : all_tiles) - first_tile;
-  if (tiles <= 0) {
-    const int row = tile_row + thread_index();
-    if (thread_index() < Config::kTileM && row < rows) {
-      params.partial_lse.store(static_cast<int64_t>(split) * params.partial_rows + first_row + row, -infinity());
-    }
-    return;
-  }
+  const int part = group_warp % T::kScoreParts, sharer = group_warp / T::kScoreParts;
+  const int slice = sharer % Config::kKSplit, key_part = sharer / Config::kKSplit;
 
   const Shared<bf16> kv = shared_array<bf16>(Config::kKvOffset, Config::kStages * Config::kTileN * T::kRowBytes / 2);
-  const Shared<float> partials =
-      shared_array<float>(Config::kScoreOffset, Config::kWarps * T::kScoreRows * T::kScoreStride);
   const Shared<uint32_t> probabilities =
-      shared_array<uint32_t>(Config::kProbabilityOffset, Config::kTileM * T::kScoreStride / 2);
+      shared_array<uint32_t>(Config::kProbabilityOffset, Config::kTileM * T::kProbabilityStride / 2);
   const Shared<float> rescales = shared_array<float>(Config::kRescaleOffset, Config::kTileM);
-  const KvRing<Config> ring{params,
-                            request,
-                            first_tile,
-                            tiles,
-                            kv.address(),
-                            shared_array<uint64_t>(Config::kFullOffset, Config::kStages).address(),
-                            shared_array<uint64_t>(Config::kEmptyOffset, Config::kStages).address()};
-  ring.init();
-  for (int tile = 0; tile < Config::kStages && tile < tiles; tile++) ring.fill(tile, ring.place(tile));
+  const uint32_t full = shared_array<uint64_t>(Config::kFullOffset, Config::kStages).address();
+  const ScoreExchange<Config> exchange(
+      shared_array<float>(Config::kScoreOffset, Config::kWarps * T::kSharers * T::kPacketFloats), group, part, sharer);
+  init_ring<Config>(full);
 
-  uint32_t q[T::kScoreM][T::kScoreK][4];
+  // This block's rows and tiles, from the lengths that are on the device; a block may have none.
+  const int item = block_index_x();
+  const Work work = uniform_work(find_work<Config, false>(params, item));
+  if (work.splits == 0) return;
+  const Request& request = work.request;
+  const int place = item - work.first_item, split = divide(place, work.row_tiles);
+  const int tile_row = (place - split * work.row_tiles) * Config::kTileM, rows = request.nodes * params.heads - tile_row;
+  const int64_t first_row = static_cast<int64_t>(request.first_node) * params.heads + tile_row;
+  const int first_tile = work.first_tile(split), tiles = work.first_tile(split + 1) - first_tile;
+
+  // Every load that the first tile waits for is on its way before anything waits.
+  const KvRing<Config> ring{params, request, first_tile, tiles, group, group_warp, kv.address(), full};
+  int places[KvRing<Config>::kFirst];
+  ring.first_places(places);
+  Query<Config> query;
   const int score_row = group * T::kGroupRows + part * T::kScoreRows, score_column = slice * T::kScoreK * 16;
-  load_query<Config>(params, first_row, tile_row + score_row, rows, score_column, q);
+  query.load(params, first_row, score_row, rows, score_column);
+  block_sync();
+  ring.fill_first(places);
+  query.deal();
 
   float o[T::kOutM][T::kOutN][4];
   KGEN_UNROLL
@@ -293,124 +462,78 @@ KGEN_DEVICE void flash(const Params& params) {
     KGEN_UNROLL
     for (int n = 0; n < T::kOutN; n++) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0;
   }
-  Softmax<Config> softmax;
-  KGEN_UNROLL
-  for (int pass = 0; pass < T::kPasses; pass++) {
-    softmax.peak[pass] = -infinity();
-    softmax.total[pass] = 0;
-  }
+  Softmax<Config> softmax{-infinity(), 0};
 
-  // Fixed parts of this lane's shared addresses.
-  const uint32_t key_lane = (lane % 8 + lane / 16 * 8) * T::kRowBytes + (score_column + lane / 8 % 2 * 8) * 2;
+  // Fixed parts of this lane's shared addresses, and the row that it softens.
+  const uint32_t key_lane = (key_part * T::kScoreKeys + lane % 8 + lane / 16 * 8) * T::kRowBytes + (score_column + lane / 8 % 2 * 8) * 2;
   const uint32_t value_lane = lane % 16 * T::kRowBytes + (group_warp * T::kOutColumns + lane / 16 * 8) * 2;
   const uint32_t probability_lane =
-      probabilities.address() + ((group * T::kGroupRows + lane % 16) * T::kScoreStride + lane / 16 * 8) * 2;
-  const int softmax_row = group_warp * T::kSoftmaxRows + lane / 8, lane_key = lane % 8 * T::kLaneKeys;
+      probabilities.address() + ((group * T::kGroupRows + lane % 16) * T::kProbabilityStride + lane / 16 * 8) * 2;
+  const int own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
+  const bool owns = lane < T::kOwnLanes;  // with less than 8 rows a warp, the other lanes repeat these
 
-  int next_place = 0;
+  int stage = 0, parity = 0, last_stage = 0, next_place = 0;
   for (int tile = 0; tile < tiles; tile++) {
-    const uint32_t stage = ring.wait(tile);
-    float s[T::kScoreM][T::kScoreN][4];
-    score_tile<Config>(q, stage + key_lane, s);
-    KGEN_UNROLL
-    for (int m = 0; m < T::kScoreM; m++) {
-      KGEN_UNROLL
-      for (int n = 0; n < T::kScoreN; n++) {
-        const int at = (warp * T::kScoreRows + m * 16 + lane / 4) * T::kScoreStride + n * 8 + lane % 4 * 2;
-        partials.store_as(at, float2v{s[m][n][0], s[m][n][1]});
-        partials.store_as(at + 8 * T::kScoreStride, float2v{s[m][n][2], s[m][n][3]});
-      }
+    ring.wait(stage, parity);
+    const uint32_t keys = kv.address() + stage * Config::kTileN * T::kRowBytes;
+    float weights[T::kLaneKeys];
+    {
+      float s[T::kScoreM][T::kScoreN][4];
+      score_tile<Config>(query, keys + key_lane, s);
+      exchange.send(s);
     }
     named_barrier_sync(1 + group, T::kGroupWarps * 32);
-    if (Config::kDeferredRefill && tile > 0) ring.refill(tile - 1, next_place);
+    if (!Config::kEagerRefill) ring.refill(tile - 1, last_stage, next_place);
     next_place = ring.place(tile + Config::kStages);
 
-    const int first_key = (first_tile + tile) * Config::kTileN;
-    const bool tail = first_key + Config::kTileN > request.prefix;
+    exchange.receive(weights);
     KGEN_UNROLL
-    for (int pass = 0; pass < T::kPasses; pass++) {
-      const int row = softmax_row + pass * 4;
-      float scores[T::kLaneKeys];
-      Softmax<Config>::gather(partials, group, row, lane_key, params.scale_log2, scores);
-      if (tail) {
-        const int last = rows - 1, at = tile_row + group * T::kGroupRows + row;
-        const int node = (at < last ? at : last) / params.heads;
-        KGEN_UNROLL
-        for (int i = 0; i < T::kLaneKeys; i++) {
-          const int draft = first_key + lane_key + i - request.prefix;
-          if (draft >= 0 && !sees_draft(params, request, node, draft)) scores[i] = -infinity();
-        }
-      }
-      const float rescale = softmax.fold(pass, scores);
-      const int at = ((group * T::kGroupRows + row) * T::kScoreStride + lane_key) / 2;
+    for (int i = 0; i < T::kLaneKeys; i++) weights[i] *= params.scale_log2;
+    const int first_key = (first_tile + tile) * Config::kTileN;
+    if (first_key + Config::kTileN > request.prefix) {
+      const int row = own_row < rows ? own_row : rows - 1;
+      mask_scores<Config>(params, request, (tile_row + row) / params.heads, first_key, weights);
+    }
+    const float rescale = softmax.fold(weights);
+    if (owns) {
       KGEN_UNROLL
       for (int i = 0; i < T::kLaneKeys; i += 2) {
-        probabilities.store(at + i / 2, pack_bf16x2(scores[i], scores[i + 1]));
+        probabilities.store((own_row * T::kProbabilityStride + ScoreExchange<Config>::key(i)) / 2,
+                            pack_bf16x2(weights[i], weights[i + 1]));
       }
-      if (lane % 8 == 0) rescales.store(group * T::kGroupRows + row, rescale);
+      if (lane % 4 == 0) rescales.store(own_row, rescale);
     }
-    named_barrier_sync(1 + group, T::kGroupWarps * 32);
+    ValueTile<Config> value_tile(keys + value_lane);
+    const bool rescaled = named_barrier_any(1 + group, T::kGroupWarps * 32, rescale != 1);
 
-    KGEN_UNROLL
-    for (int m = 0; m < T::kOutM; m++) {
-      const int row = group * T::kGroupRows + m * 16 + lane / 4;
-      const float upper = rescales.load(row), lower = rescales.load(row + 8);
-      if (warp_any(upper != 1 || lower != 1)) {
-        KGEN_UNROLL
-        for (int n = 0; n < T::kOutN; n++) {
-          o[m][n][0] *= upper;
-          o[m][n][1] *= upper;
-          o[m][n][2] *= lower;
-          o[m][n][3] *= lower;
-        }
-      }
-    }
-    value_tile<Config>(probability_lane, stage + value_lane, o);
-    ring.leave(tile);
-    if (!Config::kDeferredRefill) ring.refill(tile, next_place);
+    if (rescaled) rescale_output<Config>(rescales, group * T::kGroupRows, o);
+    const int next_stage = stage + 1 < Config::kStages ? stage + 1 : 0, next_parity = next_stage == 0 ? parity ^ 1 : parity;
+    value_tile.accumulate(probability_lane, o);
+    ring.leave(tile, stage);
+    if (Config::kEagerRefill) ring.refill(tile, stage, next_place);
+    last_stage = stage;
+    stage = next_stage;
+    parity = next_parity;
   }
 
-  // Normalise: the softmax rows hand 1/total to the warps that own their columns.
+  // Normalise: the warps that own a row hand 1 / total to those that own its columns.
   named_barrier_sync(1 + group, T::kGroupWarps * 32);
-  KGEN_UNROLL
-  for (int pass = 0; pass < T::kPasses; pass++) {
-    const float total = softmax.row_total(pass);
-    const int row = group * T::kGroupRows + softmax_row + pass * 4;
-    if (lane % 8 == 0) {
-      rescales.store(row, total > 0 ? 1 / total : 0);
-      const float lse = total > 0 ? softmax.peak[pass] + log2_approx(total) : -infinity();
-      const int64_t at = first_row + tile_row + row;
-      if (tile_row + row < rows) {
-        if (params.splits > 1) {
-          params.partial_lse.store(static_cast<int64_t>(split) * params.partial_rows + at, lse);
-        } else if (params.lse) {
-          params.lse.store(at, lse * kLn2);
-        }
+  const float total = lanes_sum<4>(softmax.total);
+  if (owns && lane % 4 == 0) {
+    rescales.store(own_row, total == 0 ? 0 : 1 / total);
+    const float lse = total == 0 ? -infinity() : softmax.peak + log2_approx(total);
+    if (own_row < rows) {
+      if (work.splits > 1) {
+        params.partial_lse.store(static_cast<int64_t>(item) * Config::kTileM + own_row, lse);
+      } else if (params.lse) {
+        params.lse.store(first_row + own_row, lse * kLn2);
       }
     }
   }
   named_barrier_sync(1 + group, T::kGroupWarps * 32);
-  KGEN_UNROLL
-  for (int m = 0; m < T::kOutM; m++) {
-    KGEN_UNROLL
-    for (int half = 0; half < 2; half++) {
-      const int row = group * T::kGroupRows + m * 16 + half * 8 + lane / 4;
-      const float inverse = rescales.load(row);
-      if (tile_row + row >= rows) continue;
-      const int64_t out_row = first_row + tile_row + row;
-      KGEN_UNROLL
-      for (int n = 0; n < T::kOutN; n++) {
-        const int column = group_warp * T::kOutColumns + n * 8 + lane % 4 * 2;
-        const float x = o[m][n][half * 2] * inverse, y = o[m][n][half * 2 + 1] * inverse;
-        if (params.splits > 1) {
-          const int64_t at = static_cast<int64_t>(split) * params.partial_rows + out_row;
-          params.partial_out.store_as(at * Config::kLatent + column, float2v{x, y});
-        } else {
-          params.out.store_as(out_row * Config::kLatent + column, pack_bf16x2(x, y));
-        }
-      }
-    }
-  }
+  const Global<bf16> out = work.splits > 1 ? params.partial_out + static_cast<int64_t>(item) * Config::kTileM * Config::kLatent
+                                           : params.out + first_row * Config::kLatent;
+  store_output<Config>(out, rescales, group * T::kGroupRows, rows, group_warp * T::kOutColumns, o);
 }
 
 }  // namespace kgen::verify_mla

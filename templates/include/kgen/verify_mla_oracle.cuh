@@ -41,12 +41,12 @@ KGEN_DEVICE void oracle(const Params& params) {
     total = total * rescale + weight;
     for (int i = 0; i < kColumns; i++) o[i] = o[i] * rescale + weight * k[i];
   }
-  const float inverse = total > 0 ? 1 / total : 0;
+  const float inverse = total == 0 ? 0 : 1 / total;
   for (int i = 0; i < Config::kLatent / 32; i++) {
     params.out.store(row * Config::kLatent + i * 32 + lane, to_bf16(o[i] * inverse));
   }
   if (params.lse && lane == 0) {
-    params.lse.store(row, total > 0 ? (peak + log2_approx(total)) * kLn2 : -infinity());
+    params.lse.store(row, total == 0 ? -infinity() : (peak + log2_approx(total)) * kLn2);
   }
 }
 

@@ -17,14 +17,15 @@ struct Params {
   Global<const uint32_t> tree_mask;
   Global<bf16> out;
   Global<float> lse;
-  Global<float> partial_out;
+  Global<bf16> partial_out;
   Global<float> partial_lse;
   int64_t kv_stride;
   int32_t batch;
   int32_t heads;
-  int32_t splits;
-  int32_t partial_rows;
+  int32_t work_slots;
+  int32_t min_split_tiles;
   int32_t combine_groups;
+  int32_t combine_parts;
   int32_t mask_words;
   int32_t wide_indices;
   float scale_log2;
@@ -54,12 +55,14 @@ struct Request {
   KGEN_DEVICE int keys() const { return prefix + nodes; }
 };
 
+// Request `index`; one past the batch is empty and lies at its end.
 KGEN_DEVICE Request load_request(const Params& params, int index) {
+  const int begin = index < params.batch ? index : params.batch, end = begin < params.batch ? begin + 1 : begin;
   Request request;
-  request.first_node = load_index<kQoIndptr>(params, params.qo_indptr, index);
-  request.nodes = load_index<kQoIndptr>(params, params.qo_indptr, index + 1) - request.first_node;
-  request.first_key = load_index<kKvIndptr>(params, params.kv_indptr, index);
-  request.prefix = load_index<kKvIndptr>(params, params.kv_indptr, index + 1) - request.first_key;
+  request.first_node = load_index<kQoIndptr>(params, params.qo_indptr, begin);
+  request.nodes = load_index<kQoIndptr>(params, params.qo_indptr, end) - request.first_node;
+  request.first_key = load_index<kKvIndptr>(params, params.kv_indptr, begin);
+  request.prefix = load_index<kKvIndptr>(params, params.kv_indptr, end) - request.first_key;
   return request;
 }
 

@@ -6,23 +6,40 @@
 namespace kgen {
 namespace emulator {
 
-// A barrier instruction is a meeting point of the warp first: hardware counts whole warps.
-inline void Machine::named_barrier(int id, int count, const char* primitive, Location where) {
+// A barrier instruction is a meeting point of the warp first: hardware counts whole warps. True for the lane that came
+// last, with the warp's arrivals counted.
+inline bool Machine::gather_at_barrier(int id, int count, bool* predicate, const char* primitive, Location where) {
   if (id < 0 || id > 15 || count % kWarp != 0 || count < 0 || count > launch.threads || (id != 0 && count == 0))
     fault("barrier_misuse", where, "give an id from 1 to 15 and a multiple of 32 threads, at most the block's",
           "a named barrier with an impossible id or count", "barrier %d with %d of %d threads", id, count,
           launch.threads);
-  if (!gather(primitive, id * 2048 + count, where, nullptr)) return;
-  warp().arrived = 0;
-  for (size_t t = static_cast<size_t>(thread / kWarp) * kWarp, end = t + kWarp; t < end; ++t)
-    threads[t] = Thread{Wait::kNamedBarrier, id, 0, primitive, where};
+  if (!gather(primitive, id * 2048 + count, where, predicate)) return false;
   NamedBarrier& barrier = named[id];
   if (barrier.arrived == 0) barrier.expected = count;
   if (barrier.expected != count)
     fault("barrier_misuse", where, "let all that meet at a barrier give the same count",
           "a named barrier was given two counts", "barrier %d: %d threads here, %d by those who wait", id, count,
           barrier.expected);
+  if (id != 0 && barrier.arrived + kWarp > count)
+    fault("barrier_misuse", where, "let no warp arrive again before the others have",
+          "more threads arrive at a named barrier than it expects", "barrier %d: %d of %d are there already", id,
+          barrier.arrived, count);
+  for (const void* operand : warp().operands) barrier.any |= *static_cast<const bool*>(operand);
   barrier.arrived += kWarp;
+  for (int t = thread / kWarp * kWarp, end = t + kWarp; t < end; ++t) {
+    clocks.join(clocks.named_row(id), t);
+    clocks.advance(t);
+  }
+  return true;
+}
+
+inline bool Machine::named_barrier(int id, int count, bool predicate, const char* primitive, Location where) {
+  const size_t self = static_cast<size_t>(thread);
+  if (!gather_at_barrier(id, count, &predicate, primitive, where)) return threads[self].any;
+  warp().arrived = 0;
+  for (size_t t = self / kWarp * kWarp, end = t + kWarp; t < end; ++t)
+    threads[t].now(Wait::kNamedBarrier, id, 0, primitive, where);
+  NamedBarrier& barrier = named[id];
   barrier.warps |= 1u << (thread / kWarp);
   if (barrier.arrived == (id == 0 ? live_threads : count)) {
     complete_named_barrier(id);
@@ -32,27 +49,28 @@ inline void Machine::named_barrier(int id, int count, const char* primitive, Loc
   } else {
     park(Wait::kNamedBarrier, primitive, where, id);
   }
+  return threads[self].any;
+}
+
+inline void Machine::arrive_named(int id, int count, Location where) {
+  bool predicate = false;
+  if (!gather_at_barrier(id, count, &predicate, "named_barrier_arrive", where)) return;
+  if (named[id].arrived == count) complete_named_barrier(id);
+  release();
 }
 
 inline void Machine::complete_named_barrier(int id) {
   NamedBarrier& barrier = named[id];
-  const int joined = clocks.scratch_row();
-  bool first = true;
-  for (int t = 0; t < launch.threads; ++t) {
-    if ((barrier.warps >> (t / kWarp) & 1) == 0) continue;
-    if (first) clocks.copy(joined, t);
-    if (!first) clocks.join(joined, t);
-    first = false;
-  }
   for (int w = 0; w < warp_count(); ++w) {
     if ((barrier.warps >> w & 1) == 0) continue;
     for (int t = w * kWarp; t < (w + 1) * kWarp; ++t) {
-      clocks.copy(t, joined);
-      clocks.advance(t);
+      clocks.join(t, clocks.named_row(id));
+      threads[static_cast<size_t>(t)].any = barrier.any;
     }
     wake_lanes(w, kFullMask);
   }
-  barrier = NamedBarrier{0, 0, 0};
+  clocks.clear(clocks.named_row(id));
+  barrier = NamedBarrier{0, 0, 0, false};
 }
 
 inline void Machine::init_mbarrier(uint32_t address, int arrivals, Location where) {

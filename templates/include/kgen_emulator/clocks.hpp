@@ -9,18 +9,18 @@
 namespace kgen {
 namespace emulator {
 
-// One row a thread, one row pair an mbarrier, one scratch row. Column c of a row is the last epoch of
+// One row a thread, one row pair an mbarrier, one a named barrier, one scratch row. Column c of a row is the last epoch of
 // party c that happened before the owner of the row. Parties are the threads, then the mbarriers (epoch
 // p + 1 stands for the copies of phase p), then two that nobody ever knows: copies that no barrier tracks
 // yet, and the bytes of mbarrier objects.
 class Clocks {
  public:
-  static constexpr int kMaxMbarriers = 62;
+  static constexpr int kMaxMbarriers = 62, kNamedBarriers = 16;
 
   void allocate(int threads) {
     threads_ = threads;
     columns_ = (threads + kMaxMbarriers + 2 + 15) / 16 * 16;
-    rows_.assign(static_cast<size_t>(threads + 2 * kMaxMbarriers + 1) * columns_ / kLanes, Lanes{});
+    rows_.assign(static_cast<size_t>(threads + 2 * kMaxMbarriers + kNamedBarriers + 1) * columns_ / kLanes, Lanes{});
   }
   void reset() {
     std::memset(static_cast<void*>(rows_.data()), 0, rows_.size() * sizeof(Lanes));
@@ -35,7 +35,8 @@ class Clocks {
   int32_t epoch(int thread) { return row(thread)[thread]; }
   int arrived_row(int mbarrier) const { return threads_ + 2 * mbarrier; }
   int completed_row(int mbarrier) const { return threads_ + 2 * mbarrier + 1; }
-  int scratch_row() const { return threads_ + 2 * kMaxMbarriers; }
+  int named_row(int id) const { return threads_ + 2 * kMaxMbarriers + id; }
+  int scratch_row() const { return threads_ + 2 * kMaxMbarriers + kNamedBarriers; }
 
   // What `from` knows, `to` knows too.
   void join(int to, int from) {
@@ -44,6 +45,7 @@ class Clocks {
     for (int i = 0; i < columns_ / kLanes; ++i) target[i] = source[i] > target[i] ? source[i] : target[i];
   }
   void copy(int to, int from) { std::memcpy(row(to), row(from), static_cast<size_t>(columns_) * sizeof(int32_t)); }
+  void clear(int r) { std::memset(row(r), 0, static_cast<size_t>(columns_) * sizeof(int32_t)); }
   // A release: what the thread does from here on is not part of what it published.
   void advance(int thread) { ++row(thread)[thread]; }
 

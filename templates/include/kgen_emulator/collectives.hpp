@@ -26,9 +26,21 @@ struct ShuffleOperand {
   T result;
 };
 
-struct VoteOperand {
-  bool predicate;
-  bool result;
+struct BulkOperand {
+  uint32_t destination;
+  uint64_t source;
+  int bytes;
+  uint32_t barrier;
+  bool operator==(const BulkOperand& other) const {
+    return destination == other.destination && source == other.source && bytes == other.bytes &&
+           barrier == other.barrier;
+  }
+};
+
+template <typename T>
+struct ReduceOperand {
+  T value;
+  T result;
 };
 
 inline float float_of_bits(uint32_t bits) {
@@ -130,6 +142,35 @@ T exchange(const char* primitive, T value, int source_lane, int detail, Location
     m.release();
   }
   return mine.result;
+}
+
+// Every lane gets the sum, in whatever sense `add` gives it.
+template <typename T, typename Add>
+T reduce(const char* primitive, T value, Add add, Location where) {
+  Machine& m = *machine;
+  ReduceOperand<T> mine{value, value};
+  if (m.gather(primitive, 0, where, &mine)) {
+    const Warp& warp = m.warp();
+    T sum = static_cast<const ReduceOperand<T>*>(warp.operands[0])->value;
+    for (int l = 1; l < kWarp; ++l) sum = add(sum, static_cast<const ReduceOperand<T>*>(warp.operands[l])->value);
+    for (const void* operand : warp.operands) static_cast<ReduceOperand<T>*>(const_cast<void*>(operand))->result = sum;
+    m.release();
+  }
+  return mine.result;
+}
+
+// Issued by one lane, which no kernel may know: a random one.
+inline void execute_bulk(Machine& m, Location where) {
+  const Warp& warp = m.warp();
+  const BulkOperand& copy = *static_cast<const BulkOperand*>(warp.operands[0]);
+  for (int l = 1; l < kWarp; ++l) {
+    if (*static_cast<const BulkOperand*>(warp.operands[l]) == copy) continue;
+    m.fault("divergent_collective", where, "give every lane of the warp the same arguments",
+            "the lanes of warp_bulk_copy do not agree", "lanes 0 and %d of warp %d", l, m.thread / kWarp);
+  }
+  m.acting_lane = static_cast<int>(m.random.below(kWarp));
+  m.issue_bulk(copy.destination, copy.source, copy.bytes, copy.barrier, where);
+  m.acting_lane = -1;
 }
 
 }  // namespace emulator

@@ -47,6 +47,15 @@ struct Thread {
   int parity;
   const char* primitive;
   Location where;
+  bool any;  // of the predicates at its last barrier
+
+  void now(Wait wait_, int object_, int parity_, const char* primitive_, Location where_) {
+    wait = wait_;
+    object = object_;
+    parity = parity_;
+    primitive = primitive_;
+    where = where_;
+  }
 };
 
 struct Warp {
@@ -63,6 +72,7 @@ struct NamedBarrier {
   int expected;      // threads; 0: nobody is there
   int arrived;
   uint32_t warps;    // that wait
+  bool any;          // of the predicates so far
 };
 
 struct Mbarrier {
@@ -139,7 +149,9 @@ class Machine {
   int warp_count() const { return launch.threads / kWarp; }
 
   // barriers.hpp
-  void named_barrier(int id, int count, const char* primitive, Location where);
+  bool named_barrier(int id, int count, bool predicate, const char* primitive, Location where);
+  bool gather_at_barrier(int id, int count, bool* predicate, const char* primitive, Location where);
+  void arrive_named(int id, int count, Location where);
   void complete_named_barrier(int id);
   Mbarrier& find_mbarrier(uint32_t address, const char* primitive, Location where);
   void init_mbarrier(uint32_t address, int arrivals, Location where);

@@ -121,6 +121,9 @@ struct alignas(16) uint4v {
 };
 
 KGEN_DEVICE float to_float(bf16 value) { return emulator::float_of_bits(static_cast<uint32_t>(value.bits) << 16); }
+// The elements of a bf16 pair.
+KGEN_DEVICE float low_bf16(uint32_t pair) { return emulator::float_of_bits(pair << 16); }
+KGEN_DEVICE float high_bf16(uint32_t pair) { return emulator::float_of_bits(pair & 0xffff0000u); }
 // Round to nearest even. NaN becomes the canonical 0x7fff, as cvt.rn.bf16x2.f32 gives it.
 KGEN_DEVICE uint32_t round_to_bf16_bits(float value) {
   const uint32_t bits = emulator::bits_of_float(value);
@@ -229,10 +232,16 @@ KGEN_DEVICE Shared<T> shared_array(int byte_offset, int count, Location where = 
 
 // Barriers.
 KGEN_DEVICE void block_sync(Location where = Location::current()) {
-  emulator::machine->named_barrier(0, 0, "block_sync", where);
+  emulator::machine->named_barrier(0, 0, false, "block_sync", where);
 }
 KGEN_DEVICE void named_barrier_sync(int id, int threads, Location where = Location::current()) {
-  emulator::machine->named_barrier(id == 0 ? -1 : id, threads, "named_barrier_sync", where);
+  emulator::machine->named_barrier(id == 0 ? -1 : id, threads, false, "named_barrier_sync", where);
+}
+KGEN_DEVICE void named_barrier_arrive(int id, int threads, Location where = Location::current()) {
+  emulator::machine->arrive_named(id <= 0 ? -1 : id, threads, where);
+}
+KGEN_DEVICE bool named_barrier_any(int id, int threads, bool predicate, Location where = Location::current()) {
+  return emulator::machine->named_barrier(id == 0 ? -1 : id, threads, predicate, "named_barrier_any", where);
 }
 
 // Warp collectives.
@@ -245,24 +254,32 @@ KGEN_DEVICE void warp_sync(Location where = Location::current()) {
 KGEN_DEVICE float shuffle_xor(float value, int lane_mask, Location where = Location::current()) {
   return emulator::exchange("shuffle_xor", value, (thread_index() % emulator::kWarp) ^ lane_mask, lane_mask, where);
 }
+KGEN_DEVICE int shuffle_xor(int value, int lane_mask, Location where = Location::current()) {
+  return emulator::exchange("shuffle_xor", value, (thread_index() % emulator::kWarp) ^ lane_mask, lane_mask, where);
+}
+KGEN_DEVICE uint32_t shuffle_xor(uint32_t value, int lane_mask, Location where = Location::current()) {
+  return emulator::exchange("shuffle_xor", value, (thread_index() % emulator::kWarp) ^ lane_mask, lane_mask, where);
+}
 KGEN_DEVICE float shuffle(float value, int source_lane, Location where = Location::current()) {
   return emulator::exchange("shuffle", value, source_lane, 0, where);
 }
 KGEN_DEVICE int shuffle(int value, int source_lane, Location where = Location::current()) {
   return emulator::exchange("shuffle", value, source_lane, 0, where);
 }
+template <typename T>
+KGEN_DEVICE Global<T> shuffle(Global<T> value, int source_lane, Location where = Location::current()) {
+  return {emulator::exchange("shuffle", value.pointer, source_lane, 0, where)};
+}
+KGEN_DEVICE int warp_sum(int value, Location where = Location::current()) {
+  return emulator::reduce("warp_sum", value, [](int a, int b) { return a + b; }, where);
+}
+KGEN_DEVICE uint32_t warp_ballot(bool predicate, Location where = Location::current()) {
+  const uint32_t mine = predicate ? 1u << (thread_index() % emulator::kWarp) : 0;
+  return emulator::reduce("warp_ballot", mine, [](uint32_t a, uint32_t b) { return a | b; }, where);
+}
+KGEN_DEVICE int lowest_lane(uint32_t lanes) { return lanes == 0 ? -1 : __builtin_ctz(lanes); }
 KGEN_DEVICE bool warp_any(bool predicate, Location where = Location::current()) {
-  emulator::Machine& m = *emulator::machine;
-  emulator::VoteOperand mine{predicate, false};
-  if (m.gather("warp_any", 0, where, &mine)) {
-    const emulator::Warp& warp = m.warp();
-    bool any = false;
-    for (const void* operand : warp.operands) any |= static_cast<const emulator::VoteOperand*>(operand)->predicate;
-    for (const void* operand : warp.operands)
-      static_cast<emulator::VoteOperand*>(const_cast<void*>(operand))->result = any;
-    m.release();
-  }
-  return mine.result;
+  return emulator::reduce("warp_any", predicate, [](bool a, bool b) { return a || b; }, where);
 }
 KGEN_DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address, Location where = Location::current()) {
   emulator::Machine& m = *emulator::machine;
@@ -311,6 +328,15 @@ template <typename T>
 KGEN_DEVICE void bulk_copy(uint32_t destination, Global<T> source, int bytes, uint32_t barrier,
                            Location where = Location::current()) {
   emulator::machine->issue_bulk(destination, reinterpret_cast<uint64_t>(source.pointer), bytes, barrier, where);
+}
+template <typename T>
+KGEN_DEVICE void warp_bulk_copy(uint32_t destination, Global<T> source, int bytes, uint32_t barrier,
+                                Location where = Location::current()) {
+  emulator::Machine& m = *emulator::machine;
+  const emulator::BulkOperand mine{destination, reinterpret_cast<uint64_t>(source.pointer), bytes, barrier};
+  if (!m.gather("warp_bulk_copy", 0, where, &mine)) return;
+  emulator::execute_bulk(m, where);
+  m.release();
 }
 template <typename T>
 KGEN_DEVICE void cp_async_16(uint32_t destination, Global<T> source, Location where = Location::current()) {

@@ -57,9 +57,9 @@ inline bool Machine::run() {
 }
 
 inline void Machine::reset_block() {
-  for (Thread& each : threads) each = Thread{Wait::kNone, 0, 0, "", {"", 0}};
+  for (Thread& each : threads) each = Thread{Wait::kNone, 0, 0, "", {"", 0}, false};
   for (Warp& each : warps) each = Warp{kFullMask, 0, 0, "", 0, {"", 0}, {}};
-  for (NamedBarrier& each : named) each = NamedBarrier{0, 0, 0};
+  for (NamedBarrier& each : named) each = NamedBarrier{0, 0, 0, false};
   for (std::vector<CopyPart>& each : untracked) each.clear();
   mbarriers.clear();
   in_flight.clear();
@@ -109,7 +109,7 @@ inline size_t Machine::take_lane(Warp& from, int index) {
 // Gives way; returns when somebody has made this lane ready and it was chosen.
 inline void Machine::park(Wait wait, const char* primitive, Location where, int object, int parity) {
   const size_t self = static_cast<size_t>(thread);
-  threads[self] = Thread{wait, object, parity, primitive, where};
+  threads[self].now(wait, object, parity, primitive, where);
   Warp& mine = warp();
   if (mine.ready != 0) {
     const size_t next = take_lane(mine, thread / kWarp);
