@@ -171,6 +171,27 @@ def space(
     write_table(["rule that rejects, first one broken", "combinations"], rules.most_common())
 
 
+@app.command("rejected")
+def rejected_command(db: DatabaseFlag = None, json: JsonFlag = False) -> None:
+    """Show the sources that were put out of the running by hand, and why.
+
+    \b
+    Examples:
+      kgen show rejected
+      kgen show rejected --db mine.sqlite --json
+
+    One row a source goes to stdout; kgen db reject SOURCE --undo takes one back.
+    """
+    from kgen.db.reject import rejected
+
+    with _open(db) as database:
+        found = sorted(rejected(database).values(), key=lambda item: item.source_name)
+    if json:
+        write_json({"rejected": found})
+        return
+    write_table(["source", "since", "reason"], [(item.source_name, item.created_at, item.reason) for item in found])
+
+
 def _open(db: str | None) -> TuningDatabase:
     from kgen.db import TuningDatabase
 

@@ -48,6 +48,7 @@ def tune(options: TuneOptions, listener: Listener) -> TuneReport:
         )
         evaluator = _make_evaluator(study, device_arch, stack)
         run = Run(study, evaluator, database, listener)
+        spaces = run.without_rejected(spaces, options.tries)
         trials = sum(min(options.trials, len(space.candidates)) + 1 for space in spaces.values())
         listener.started(trials, evaluator.name, why)
         interrupted, spent = run.search_and_settle(spaces, options, started)
