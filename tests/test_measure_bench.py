@@ -35,7 +35,9 @@ class Timed(DeviceEvaluator):
     def fingerprint(self) -> DeviceFingerprint:
         return DeviceFingerprint("12.0", 188, 101376, 128 << 20, 14001000, "fake", "13.0")
 
-    def time_candidates(self, jobs: Sequence[Job], point: Point, repeats: int = REPEATS) -> list[JobResult]:
+    def time_candidates(
+        self, jobs: Sequence[Job], point: Point, repeats: int = REPEATS, reference: str = ""
+    ) -> list[JobResult]:
         self.jobs += jobs
         results = []
         for number, job in enumerate(jobs, 1):

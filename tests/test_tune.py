@@ -213,7 +213,9 @@ def test_a_rejected_source_is_never_tried_again(tuned: Tuned, tmp_path: Path) ->
     assert not {(name, candidate_key(candidate)) for name in layouts for candidate in candidates} & set(log.evaluated)
     assert {winner.source_name for winner in third.winners}.isdisjoint(best)
     named = {"tries": candidates[:1]}
-    with pytest.raises(InputError, match=r"^candidate .* of .*verify_mla.yaml: its source .* is rejected, seen wrong by"):
+    with pytest.raises(
+        InputError, match=r"^candidate .* of .*verify_mla.yaml: its source .* is rejected, seen wrong by"
+    ):
         tuned("a.db", **named)
 
 

@@ -14,7 +14,8 @@ from kgen.device.cuda_driver import device_count
 from kgen.errors import DeviceError, InputError
 from kgen.measure import DeviceEvaluator
 from kgen.space import check_candidate, enumerate_space
-from kgen.tune.evaluate import DeviceTrials, Evaluator, ModelEvaluator, Study, floors_us
+from kgen.tune.device_trials import DeviceTrials
+from kgen.tune.evaluate import Evaluator, ModelEvaluator, Study, floors_us
 from kgen.tune.report import Listener, TuneOptions, TuneReport
 from kgen.tune.run import Run
 
