@@ -42,7 +42,8 @@ def test_the_fastest_wins_and_says_all_that_a_pack_needs(db: TuningDatabase) -> 
     assert winner == Winner(
         layout_name="kimi_tp8", layout=LAYOUT, point=POINT, candidate={"tile_m": 32, "gather": "bulk"},
         candidate_key='gather="bulk",tile_m=32', source_name="verify_mla__m32", source_sha256=best.source_sha256,
-        evidence="measured", time_us=8.0, time_us_min=7.9, time_us_max=8.5, registers=128, shared_bytes=65536,
+        evidence="measured", time_us=8.0, time_us_min=7.9, time_us_max=8.5, reference_us=None,
+        registers=128, shared_bytes=65536,
         spill_bytes=8, blocks_per_sm=1, checked_on="device", relative_error=1e-3, device=RTX, arch="sm_120",
         toolchain="nvcc 13.0.88", protocol_version=1, trial_sha256=trial_sha256(best),
         runner_up_key='gather="bulk",tile_m=64', runner_up_time_us=10.0, tie=False,
@@ -266,6 +267,7 @@ def test_of_batches_timed_beside_one_reference_the_ratio_decides(db: TuningDatab
     second = make_trial(beside(9.0, 12.0), m=32, reference="default")
     winner = won(db, first, second)
     assert (tile_m(winner), winner.time_us, winner.runner_up_time_us, winner.tie) == (32, 9.0, 8.0, False)
+    assert winner.reference_us == 12.0
 
 
 @pytest.mark.parametrize(("reference", "reference_us"), [("another", 12.0), ("", None)])

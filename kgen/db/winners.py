@@ -41,7 +41,10 @@ _RAN = {"ok", "wrong_result", "launch_error", "hang"}
 
 @dataclass(frozen=True)
 class Winner:
-    """The winner at one point, with what a pack needs of its trial. ``runner_up_*`` is the fastest of the others."""
+    """The winner at one point, with what a pack needs of its trial.
+
+    ``reference_us`` is the time of the trial's reference in the same rounds; ``runner_up_*`` is the fastest other.
+    """
 
     layout_name: str
     layout: Mapping[str, Any]
@@ -54,6 +57,7 @@ class Winner:
     time_us: float
     time_us_min: float
     time_us_max: float
+    reference_us: float | None
     registers: int | None
     shared_bytes: int | None
     spill_bytes: int | None
@@ -226,6 +230,7 @@ def _winner(entries: list[_Entry]) -> Winner:
         time_us=best.time.time_us,
         time_us_min=best.time.time_us_min,
         time_us_max=best.time.time_us_max,
+        reference_us=best.time.reference_us,
         registers=record.registers,
         shared_bytes=record.shared_bytes,
         spill_bytes=record.spill_bytes,

@@ -113,6 +113,12 @@ class Run:
             sources={source for _, source in places},
         )
 
+    def default_us(self, layout_name: str) -> tuple[float, ...]:
+        """The default candidate's times at the workload's points; empty where it was not tried, or failed."""
+        default = self._rendered(layout_name, self._study.spec.default, 0)
+        record = self._memory.judged.get(_key(default))
+        return tuple(time.time_us for time in record.times) if record is not None else ()
+
     def _remember(self) -> None:
         study = self._study
         names = {canonical_json(dict(layout)): name for name, layout in study.spec.layouts.items()}

@@ -60,6 +60,7 @@ def tune(options: TuneOptions, listener: Listener) -> TuneReport:
             why=why,
             winners=tuple(winner for name in layouts for winner in run.winners(name) if winner.checked_on),
             floors_us={name: floors_us(study, spec.layout(name)) for name in layouts},
+            default_us={name: run.default_us(name) for name in layouts},
             statuses=dict(sorted(run.statuses.items())),
             new_trials=run.new_trials,
             interrupted=interrupted,
