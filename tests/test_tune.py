@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,19 @@ def test_a_wrong_winner_is_recorded_and_replaced(tuned: Tuned, tmp_path: Path) -
     assert {row.source_sha256 for row in wrong} == best
     assert all(row.checked_on == "emulator" and row.reason == "pretended" and not row.times for row in wrong)
     assert tuned("b.db", Log(is_wrong=is_wrong))[1].proven == []
+
+
+def test_the_order_in_which_trials_end_changes_nothing(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = tuned("a.db")
+    in_order = PretendedEvaluator.evaluate
+
+    def last_first(self: PretendedEvaluator, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
+        yield from reversed(list(in_order(self, variants)))
+
+    monkeypatch.setattr(PretendedEvaluator, "evaluate", last_first)
+    second, _ = tuned("b.db")
+    assert winner_list(second) == winner_list(first)
+    assert second.statuses == first.statuses
 
 
 def test_a_rejected_source_is_never_tried_again(tuned: Tuned, tmp_path: Path) -> None:
