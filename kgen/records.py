@@ -18,7 +18,7 @@ limits; ``modelled``: never timed."""
 EVIDENCE_ORDER: tuple[Evidence, ...] = ("measured", "proxy", "modelled")
 """Best first: what the dispatcher prefers."""
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when the way of timing or modelling changes; results of two protocols are never compared."""
 
 
@@ -37,7 +37,10 @@ class DeviceFingerprint:
 
 @dataclass(frozen=True)
 class PointTime:
-    """The time of one call at one workload point, in microseconds; a modelled one has no samples."""
+    """The time of one call at one workload point, in microseconds; a modelled one has no samples.
+
+    ``reference_us`` is the time of the trial's reference in the same interleaved rounds.
+    """
 
     point: Mapping[str, int]
     time_us: float
@@ -45,6 +48,7 @@ class PointTime:
     time_us_max: float
     samples_us: tuple[float, ...] = ()
     relative_error: float | None = None
+    reference_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class TrialRecord:
     """One candidate, tried once.
 
     ``target`` is whom the result is for, ``arch`` what was compiled, ``envelope`` whose limits the launch kept;
-    ``checked_on`` is ``emulator``, ``device`` or empty where nothing ran.
+    ``checked_on`` is ``emulator``, ``device`` or empty where nothing ran; ``reference`` identifies the candidate that
+    was timed in the same rounds (see `kgen.db.winners`), empty where none was.
     """
 
     run_id: str
@@ -84,4 +89,21 @@ class TrialRecord:
     number: int = 0
     created_at: str = ""
     kgen_version: str = ""
+    reference: str = ""
     times: tuple[PointTime, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A person's word on a source: it is out; or, where ``undoes`` is a rejection's SHA-256, that one is taken back.
+
+    A source is out while one rejection of it is not taken back, whatever trials say and in whatever order they arrived.
+    """
+
+    family: str
+    source_name: str
+    source_sha256: str
+    reason: str
+    undoes: str = ""
+    created_at: str = ""
+    kgen_version: str = ""

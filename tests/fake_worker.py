@@ -81,6 +81,7 @@ class FakeBackend:
         return {"registers": 168, "shared_bytes": 100_000, "local_bytes": 0, "blocks_per_sm": 2}
 
     def check(self, name: str) -> Mapping[str, Any]:
+        self.note("check", name)
         self.misbehave("check", name)
         ok = self.does(name) != "wrong"
         return {"ok": ok, "reason": "" if ok else "out of ragged: off", "relative_error": 2e-3 if ok else 0.5}
@@ -101,6 +102,7 @@ class FakeBackend:
         return [float(candidate["time_us"]) * (10 if slow else 1)] * replays
 
     def confirm(self, name: str, point: Mapping[str, int]) -> Mapping[str, Any]:
+        self.note("confirm", name, point["batch"])
         ok = self.does(name) != "wrong when timed"
         return {"ok": ok, "reason": "" if ok else "out at batch=1: off", "relative_error": None}
 

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from kgen import build as build_module
-from kgen.build import BuildResult, EntryResources, build, build_key, ninja_run, parse_resources
+from kgen.build import BuildResult, EntryResources, build, build_each, build_key, ninja_run, parse_resources
 from kgen.build.toolchain import Toolchain, find_toolchain
 from kgen.errors import BuildError, ToolchainError
 
@@ -92,11 +93,9 @@ def no_ninja(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def test_order_is_kept_and_equal_sources_are_compiled_once(run: Builder) -> None:
-    finished: list[BuildResult] = []
-    results = run(kernel(2), kernel(1), kernel(2), on_result=finished.append)
+    results = run(kernel(2), kernel(1), kernel(2))
     assert [result.source for result in results] == [kernel(2), kernel(1), kernel(2)]
     assert results[0] == results[2]
-    assert sorted(result.key for result in finished) == sorted({result.key for result in results})
     assert all(result.status == "ok" and not result.cached and result.reason == "" for result in results)
     for result in results:
         assert result.path is not None
@@ -118,9 +117,7 @@ def test_second_run_starts_no_ninja(run: Builder, no_ninja: Callable[[], None]) 
     bad = make_source("int x = nowhere;\n")
     first = run(kernel(1), bad)
     no_ninja()
-    seen: list[BuildResult] = []
-    second = run(kernel(1), bad, on_result=seen.append)
-    assert second == [replace(result, cached=True) for result in first] == seen
+    assert run(kernel(1), bad) == [replace(result, cached=True) for result in first]
 
 
 def truncate(entry: Path) -> None:
@@ -283,21 +280,39 @@ def test_kill_9_half_way_leaves_nothing_that_is_trusted(run: Builder, toolchain:
     assert all(result.path is not None and result.path.read_bytes()[:4] == b"\x7fELF" for result in results)
 
 
-@pytest.mark.parametrize("where", ["in the build", "in on_result"])
+def each(toolchain: Toolchain, folder: Path, *sources: Any) -> Generator[BuildResult]:
+    return build_each(sources, arch=ARCH, toolchain=toolchain, cache_dir=folder / "cache", jobs=2)
+
+
+def test_each_result_comes_as_soon_as_it_is_there(toolchain: Toolchain, tmp_path: Path) -> None:
+    script = f'if grep -q "= 2;"; then while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; fi; printf ok > "$out"\n'
+    tools = fake_nvcc(toolchain, tmp_path, script)
+    results = each(tools, tmp_path, kernel(2), kernel(1), kernel(1))
+    assert next(results).source == kernel(1), "while the other still compiles"
+    (tmp_path / "go").touch()
+    assert [result.source for result in results] == [kernel(2)]
+    again = list(each(tools, tmp_path, kernel(3), kernel(2)))
+    assert [(result.source, result.cached) for result in again] == [(kernel(2), True), (kernel(3), False)]
+
+
+@pytest.mark.parametrize("where", ["in the build", "between results"])
 def test_interrupt_kills_the_compilers_and_keeps_what_is_done(
     run: Builder, toolchain: Toolchain, tmp_path: Path, where: str
 ) -> None:
     script = f'if grep -q "= 1;"; then printf ok > "$out"; else echo $$ > {tmp_path}/pid; sleep 60; fi\n'
     tools = fake_nvcc(toolchain, tmp_path, script)
 
-    def interrupt(_result: BuildResult) -> None:
-        assert wait_until((tmp_path / "pid").exists)
-        if where == "in on_result":
-            raise KeyboardInterrupt
-        os.kill(os.getpid(), signal.SIGINT)
+    def interrupted() -> None:
+        with closing(each(tools, tmp_path, kernel(1), kernel(2))) as results:
+            assert next(results).source == kernel(1)
+            assert wait_until((tmp_path / "pid").exists)
+            if where == "between results":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
+            next(results)
 
     with pytest.raises(KeyboardInterrupt):
-        run(kernel(1), kernel(2), toolchain=tools, on_result=interrupt)
+        interrupted()
     assert wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
     assert not list((tmp_path / "cache").glob("run.*"))
     assert [result.cached for result in run(kernel(1), toolchain=tools)] == [True]

@@ -22,7 +22,7 @@ from kgen.errors import DeviceError, KgenError
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     "tune", "emit", "render", "check", "bench", "why", "doctor", "show winners", "show trials", "show summary",
-    "show space", "db export", "db import", "db merge", "db migrate", "db reject",
+    "show rejected", "show resources", "show space", "db export", "db import", "db merge", "db migrate", "db reject",
     "pack verify",
 )  # fmt: skip
 

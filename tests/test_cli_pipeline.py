@@ -63,7 +63,10 @@ def test_the_pipeline(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["why", *POINT, "--pack", pack]) == 0
     assert expected["source_name"] in capfd.readouterr().out
     assert main(["tune", *tune[1:]]) == 0
-    assert capfd.readouterr().out.count("\nh8_p1 ") == 48
+    lines = capfd.readouterr().out.splitlines()
+    won = [int(line.split()[2]) for line in lines if line.startswith("h8_p1 ")]
+    assert sum(won) == 48
+    assert len(won) <= 2, "a row a kernel"
 
 
 def test_a_flipped_byte_in_the_pack_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

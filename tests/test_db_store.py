@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from db_trials import LAYOUT, RTX, RTX_5090, made_at, make_trial, timed, trials
+from db_trials import LAYOUT, made_at, make_trial, timed, trials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Dialect, select
@@ -18,10 +18,10 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.schema import CreateTable
 
 from kgen.canonical import canonical_json, key_text
-from kgen.db import TrialIdentity, TuningDatabase, trial_sha256
+from kgen.db import TuningDatabase, trial_sha256
 from kgen.db.schema import point_time, trial
 from kgen.errors import DatabaseError
-from kgen.records import TrialRecord
+from kgen.records import Rejection, TrialRecord
 
 
 @pytest.fixture
@@ -31,7 +31,8 @@ def db() -> Iterator[TuningDatabase]:
 
 
 def test_a_trial_comes_back_as_it_was(db: TuningDatabase) -> None:
-    record = make_trial(timed(3.25, 3.0, 4.5, prefix=0), timed(0.1 + 0.2, prefix=7), relative_error=1e-3)
+    beside = replace(timed(0.1 + 0.2, prefix=7), reference_us=0.7)
+    record = make_trial(timed(3.25, 3.0, 4.5, prefix=0), beside, relative_error=1e-3, reference="other")
     assert db.add_trial(record) == 1
     assert db.trials() == [record]
     assert db.select()[0].trial_sha256 == trial_sha256(record)
@@ -76,6 +77,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("status: Input should be 'ok'", {"status": "fine"}),
     ("evidence: Input should be 'measured'", {"evidence": "guessed"}),
     ("must say on which device", {"device": None}),
+    ("not finite and above zero", {"times": (replace(timed(1.0), reference_us=0.0),)}),
     ("modelled is what a model gives", {"evaluator": "model"}),
     ("registers: Input should be a valid integer", {"registers": "128"}),
     ("not an ISO 8601 time in UTC", {"created_at": "2026-01-01T00:00:00"}),
@@ -115,10 +117,13 @@ def test_a_failure_with_an_endless_error_is_kept_without_it(db: TuningDatabase) 
         "DELETE FROM point_time",
         "INSERT OR REPLACE INTO trial SELECT * FROM trial",
         "INSERT OR REPLACE INTO point_time SELECT * FROM point_time",
+        "UPDATE rejection SET reason = 'none'",
+        "DELETE FROM rejection",
+        "INSERT OR REPLACE INTO rejection SELECT * FROM rejection",
     ],
 )
 def test_nothing_is_ever_changed(db: TuningDatabase, statement: str) -> None:
-    db.add_trial(make_trial())
+    db.add_all([make_trial()], [Rejection("verify_mla", "name", "0" * 64, "why")])
     with db._engine.connect() as connection, connection.begin(), pytest.raises(IntegrityError, match="append-only"):
         connection.exec_driver_sql(statement)
     assert db.trials() == [make_trial()]
@@ -144,39 +149,9 @@ def test_trials_are_selected_by_value(db: TuningDatabase) -> None:
     assert db.trials(layout={"heads": 16}, family="verify_mla") == [ok]
     assert db.trials(layout=dict(reversed(LAYOUT.items()))) == [hang]
     assert db.trials(candidate={"tile_m": 17}) == []
-    with pytest.raises(TypeError, match="by colour"):
-        db.trials(colour="red")  # type: ignore[call-arg]
-
-
-def identity(record: TrialRecord) -> TrialIdentity:
-    return TrialIdentity(**{name: getattr(record, name) for name in TrialIdentity.__dataclass_fields__})
-
-
-def test_find_gives_the_latest_by_date_not_by_arrival(db: TuningDatabase) -> None:
-    late, early = make_trial(timed(2.0), created_at=made_at(9)), make_trial(timed(1.0), created_at=made_at(8))
-    db.add_all([late, early])
-    assert db.find(identity(late)) == late
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"layout": {"heads": 16}}, {"target": "sm_121"}, {"arch": "sm_90"}, {"envelope": "sm_90"},
-        {"source_sha256": "f" * 64}, {"toolchain": "nvcc 12.8"}, {"flags": "-O2"}, {"protocol_version": 2},
-        {"candidate": {"tile_m": 128}}, {"device": RTX_5090}, {"device": None},
-    ],
-)  # fmt: skip
-def test_find_does_not_take_another_for_it(db: TuningDatabase, fields: dict[str, Any]) -> None:
-    db.add_trial(make_trial())
-    assert db.find(replace(identity(make_trial()), **fields)) is None
-
-
-def test_find_ignores_labels(db: TuningDatabase) -> None:
-    record = make_trial(status="hang")
-    db.add_trial(record)
-    renamed = replace(RTX, name="another name", driver_version="999")
-    same = make_trial(spec_sha256="0" * 64, layout_name="x", seed=3, device=renamed)
-    assert db.find(identity(same)) == record
+    for field in ("colour", "device", "times"):
+        with pytest.raises(TypeError, match=f"by {field}"):
+            db.trials(**{field: "red"})
 
 
 def test_files_and_folders_are_made_and_nothing_stays_beside(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from kgen.canonical import key_text
 from kgen.db import TuningDatabase, Winner, trial_sha256, winners
-from kgen.db.reject import reject
-from kgen.errors import DatabaseError, InputError
+from kgen.errors import DatabaseError
 from kgen.records import PointTime, TrialRecord
 
 
@@ -43,7 +42,8 @@ def test_the_fastest_wins_and_says_all_that_a_pack_needs(db: TuningDatabase) -> 
     assert winner == Winner(
         layout_name="kimi_tp8", layout=LAYOUT, point=POINT, candidate={"tile_m": 32, "gather": "bulk"},
         candidate_key='gather="bulk",tile_m=32', source_name="verify_mla__m32", source_sha256=best.source_sha256,
-        evidence="measured", time_us=8.0, time_us_min=7.9, time_us_max=8.5, registers=128, shared_bytes=65536,
+        evidence="measured", time_us=8.0, time_us_min=7.9, time_us_max=8.5, reference_us=None,
+        registers=128, shared_bytes=65536,
         spill_bytes=8, blocks_per_sm=1, checked_on="device", relative_error=1e-3, device=RTX, arch="sm_120",
         toolchain="nvcc 13.0.88", protocol_version=1, trial_sha256=trial_sha256(best),
         runner_up_key='gather="bulk",tile_m=64', runner_up_time_us=10.0, tie=False,
@@ -257,23 +257,31 @@ def test_a_time_of_an_unproven_kernel_never_gets_in(db: TuningDatabase) -> None:
         won(db, make_trial(timed(1.0), checked_on=""))
 
 
-def test_a_rejected_source_is_out_for_every_layout_until_it_is_found_right(db: TuningDatabase) -> None:
-    slow = make_trial(timed(12.0), m=16)
-    fast = make_trial(timed(8.0), m=32, created_at=made_at(1))
-    elsewhere = replace(fast, layout={"heads": 16}, layout_name="v3")
-    db.add_all([slow, fast, elsewhere])
-    assert reject(db, fast.source_name, "racecheck: 42 hazards") == 2
-    [winner] = winners(db, family="verify_mla", target="sm_120")
-    assert tile_m(winner) == 16
-    assert [record.reason for record in db.trials(status="wrong_result")] == ["racecheck: 42 hazards"] * 2
-    assert reject(db, fast.source_name, "again") == 0, "what is out stays out once"
-    db.add_trial(make_trial(timed(8.0), m=32, run_id="later", created_at="2099-01-01T00:00:00+00:00"))
-    assert tile_m(winners(db, family="verify_mla", target="sm_120", layout=LAYOUT)[0]) == 32
+def beside(time_us: float, reference_us: float, low: float | None = None) -> PointTime:
+    return replace(timed(time_us, low or time_us), reference_us=reference_us)
 
 
-def test_reject_wants_a_known_source_and_a_reason(db: TuningDatabase) -> None:
-    db.add_trial(make_trial(timed(8.0)))
-    with pytest.raises(InputError, match=r"^SOURCE: no trial of it, 'other'; see: kgen show trials$"):
-        reject(db, "other", "why")
-    with pytest.raises(InputError, match=r"^--reason: is empty; say who found what$"):
-        reject(db, "verify_mla__m16", " ")
+def test_of_batches_timed_beside_one_reference_the_ratio_decides(db: TuningDatabase) -> None:
+    """The device was slow in the second batch: 9 us beside a reference of 12 is better than 8 beside one of 10."""
+    first = make_trial(beside(8.0, 10.0), m=16, reference="default")
+    second = make_trial(beside(9.0, 12.0), m=32, reference="default")
+    winner = won(db, first, second)
+    assert (tile_m(winner), winner.time_us, winner.runner_up_time_us, winner.tie) == (32, 9.0, 8.0, False)
+    assert winner.reference_us == 12.0
+
+
+@pytest.mark.parametrize(("reference", "reference_us"), [("another", 12.0), ("", None)])
+def test_beside_another_reference_or_none_the_time_decides(
+    db: TuningDatabase, reference: str, reference_us: float | None
+) -> None:
+    second = make_trial(replace(timed(9.0), reference_us=reference_us), m=32, reference=reference)
+    assert tile_m(won(db, make_trial(beside(8.0, 10.0), m=16, reference="default"), second)) == 16
+
+
+@pytest.mark.parametrize(("low", "tie"), [(9.59, True), (9.61, False)])
+def test_ties_are_of_ratios_too(db: TuningDatabase, low: float, tie: bool) -> None:
+    """The fastest needs 0.8 of its reference; 9.6 us would be that of the other's."""
+    first = make_trial(beside(8.0, 10.0), m=16, reference="default")
+    second = make_trial(beside(9.7, 12.0, low), m=32, reference="default", **LIGHT)
+    winner = won(db, first, second)
+    assert (tile_m(winner), winner.tie) == (32 if tie else 16, tie)

@@ -21,9 +21,10 @@ from mla_packs import (
 
 from kgen.build.toolchain import Toolchain, find_toolchain
 from kgen.db import TuningDatabase
+from kgen.db.reject import reject
 from kgen.errors import BuildError, InputError, ValidationError
 from kgen.pack import EmitReport, emit, pack_from_database, stale_reasons, verify_pack, write_pack
-from kgen.pack.assemble import packed_arch
+from kgen.pack.assemble import packed_arch, select
 from kgen.records import TrialRecord
 from kgen.render import render
 from kgen.runtime.manifest import cubin_path
@@ -93,6 +94,23 @@ def test_winners_default_and_oracle_are_packed_once_each(spec: Spec, emitted: Em
             assert manifest.variants[table.default].candidate == spec.default
             assert manifest.variants[table.oracle].candidate == spec.oracle
             assert table.layout == spec.layout(layout)
+
+
+def test_a_rejected_source_is_not_packed_and_a_rejected_default_is_an_error(
+    spec: Spec, database: TuningDatabase, tmp_path: Path
+) -> None:
+    with TuningDatabase.open(str(tmp_path / "db")) as db:
+        db.add_all(database.trials())
+        small = render(spec.family, changed_default(spec, **SMALL), spec.layout("h8_p1")).name
+        default = render(spec.family, spec.default, spec.layout("h8_p1")).name
+        assert small in {variant.source.name for variant in select(spec, db, ["sm_120"], LAYOUTS).variants.values()}
+        reject(db, small, "why")
+        db.add_all(replace(trial, created_at="2099-01-01T00:00:00+00:00") for trial in db.trials(source_name=small))
+        selection = select(spec, db, ["sm_120", "sm_90"], LAYOUTS)
+        assert small not in {variant.source.name for variant in selection.variants.values()}
+        reject(db, default, "seen wrong by hand")
+        with pytest.raises(InputError, match=f"default candidate .*: its source {default} is rejected, seen wrong by"):
+            select(spec, db, ["sm_90"], LAYOUTS)
 
 
 def test_the_manifest_knows_resources_driver_and_proofs(spec: Spec, emitted: EmitReport) -> None:

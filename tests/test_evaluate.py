@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,8 +18,10 @@ from kgen.measure.job import Job, JobResult, LoadedResources, PointDrop
 from kgen.model import Footprint, predict
 from kgen.records import DeviceFingerprint, PointTime, TrialRecord
 from kgen.render import render
+from kgen.space import candidate_key
 from kgen.tune import evaluate
-from kgen.tune.evaluate import DeviceTrials, ModelEvaluator, Study, Variant, floors_us, score
+from kgen.tune.device_trials import DeviceTrials
+from kgen.tune.evaluate import ModelEvaluator, Study, Variant, floors_us, score
 
 SPEC = small_spec()
 LAYOUT = SPEC.layouts["h8_p1"]
@@ -39,14 +41,15 @@ def variant(**changes: int | str) -> Variant:
 def built(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Every build gives the same result."""
 
-    def build(sources: Sequence[Any], *, arch: str, **_: object) -> list[BuildResult]:
+    def build_each(sources: Sequence[Any], *, arch: str, **_: object) -> Generator[BuildResult]:
         plain: dict[str, Any] = {
             "arch": arch, "status": "ok", "path": Path("kernel.cubin"), "sha256": "digest", "resources": FITS,
             "log": "", "key": "key", "seconds": 7.0, "cached": False,
         }  # fmt: skip
-        return [BuildResult(source=source, **plain | changes) for source in sources]
+        for source in {source.sha256: source for source in sources}.values():
+            yield BuildResult(source=source, **plain | changes)
 
-    monkeypatch.setattr(evaluate, "build", build)
+    monkeypatch.setattr(evaluate, "build_each", build_each)
 
 
 def modelled(of: Study | None = None, **changes: int | str) -> TrialRecord:
@@ -119,32 +122,47 @@ def test_the_score_is_the_weighted_geometric_mean_over_the_floor(monkeypatch: py
     assert score(replace(study(), spec=heavy), record) == pytest.approx((2 * 2 * 4 * 16) ** (1 / 4))
 
 
+def test_beside_a_reference_the_score_is_the_mean_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    built(monkeypatch)
+    factors = [0.5, 4.0, 32.0]
+    times = tuple(
+        PointTime(dict(point), 7.0 * factor, 7.0 * factor, 7.0 * factor, reference_us=7.0)
+        for point, factor in zip(study().points, factors, strict=True)
+    )
+    record = replace(modelled(), times=times)
+    assert score(study(), record) == pytest.approx(4.0)
+    alone = replace(record, times=(*times[:2], replace(times[2], reference_us=None)))
+    floors = floors_us(study(), LAYOUT)
+    expected = math.prod(time.time_us / floor for time, floor in zip(times, floors, strict=True)) ** (1 / 3)
+    assert score(study(), alone) == pytest.approx(expected), "all points or none"
+
+
 class PretendedMeasure:
-    """A GPU that needs 5 us a call, rules out the last point, or ends as it is told."""
+    """A GPU that needs 5 us a call and 10 for the reference, rules out the last point, or ends as it is told."""
 
     fingerprint = GPU
 
     def __init__(self, **ending: Any) -> None:
         self.ending = ending
-        self.kept: list[set[str]] = []
-        self.rounds: list[tuple[list[str], Point]] = []
+        self.batches: list[tuple[list[str], str]] = []
+        self.rounds: list[tuple[list[str], Point, str]] = []
 
-    def evaluate(self, jobs: Sequence[Job], points: Sequence[Point], keep: Collection[str] = ()) -> list[JobResult]:
-        self.kept.append(set(keep))
+    def evaluate(self, jobs: Sequence[Job], points: Sequence[Point], reference: Job | None = None) -> list[JobResult]:
+        self.batches.append(([job.name for job in jobs], reference.name if reference else ""))
         times = tuple(self._time(point) for point in points[:-1])
-        dropped = (PointDrop(points[-1], 50.0, "slow"),)
+        dropped = (PointDrop(points[-1], 50.0, "slow", 11.0),)
         result = JobResult(jobs[0], "ok", "", times, dropped, 1e-3, LoadedResources(200, 116_000, 0, 1))
-        return [replace(result, **self.ending)]
+        return [replace(result, job=job, **self.ending) for job in jobs]
 
     def check(self, job: Job) -> JobResult:
         return JobResult(job, "ok", "", (), (), 3e-3, LoadedResources(40, 116_000, 0, 1))
 
-    def time_candidates(self, jobs: Sequence[Job], point: Point) -> list[JobResult]:
-        self.rounds.append(([job.name for job in jobs], point))
+    def time_candidates(self, jobs: Sequence[Job], point: Point, *, reference: str) -> list[JobResult]:
+        self.rounds.append(([job.name for job in jobs], point, reference))
         return [JobResult(job, "ok", "", (self._time(point),), (), 2e-3) for job in jobs]
 
     def _time(self, point: Point) -> PointTime:
-        return PointTime(dict(point), 5.0, 4.0, 6.0, (4.0, 5.0, 6.0), 1e-3)
+        return PointTime(dict(point), 5.0, 4.0, 6.0, (4.0, 5.0, 6.0), 1e-3, 10.0)
 
 
 def on_gpu(measure: PretendedMeasure, target: str = "sm_120") -> DeviceTrials:
@@ -167,14 +185,16 @@ def test_the_oracle_is_proven_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
     oracle = Variant(0, "h8_p1", LAYOUT, SPEC.oracle, render(SPEC.family, SPEC.oracle, LAYOUT))
     (record,) = on_gpu(measure).evaluate([oracle])
     assert (record.status, record.checked_on, record.relative_error, record.times) == ("ok", "device", 3e-3, ())
-    assert measure.kept == []
+    assert measure.batches == []
 
 
 def test_a_dropped_point_is_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     built(monkeypatch)
     (record,) = on_gpu(PretendedMeasure()).evaluate([variant()])
     assert [time.point for time in record.times] == list(study().points)
-    assert [(time.time_us, len(time.samples_us)) for time in record.times] == [(5.0, 3), (5.0, 3), (50.0, 0)]
+    assert [(time.time_us, len(time.samples_us), time.reference_us) for time in record.times] == [
+        (5.0, 3, 10.0), (5.0, 3, 10.0), (50.0, 0, 11.0),
+    ]  # fmt: skip
 
 
 def test_a_gpu_is_shown_what_the_model_thinks_of_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,11 +215,26 @@ def test_a_gpu_is_shown_what_the_model_thinks_of_first(monkeypatch: pytest.Monke
     assert ModelEvaluator(study()).promising(iter(every)) == []
 
 
-def test_only_the_default_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_are_timed_in_one_batch_beside_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at a time, in whatever order they are built; two that share a source are two jobs."""
     built(monkeypatch)
     measure = PretendedMeasure()
-    list(on_gpu(measure).evaluate([variant(), variant(gather="cp_async")]))
-    assert [len(kept) for kept in measure.kept] == [1, 0]
+    variants = [variant(), variant(gather="cp_async"), variant(stages=1), variant(split_waves=2), variant(warps=4)]
+    trials = DeviceTrials(replace(study(), jobs=2), cast("DeviceEvaluator", measure), SPEC.targets["sm_90"])
+    records = list(trials.evaluate(variants))
+    names = [f"h8_p1 {candidate_key(item.candidate)}" for item in variants]
+    assert measure.batches == [(names[:2], names[0]), (names[2:4], names[0]), (names[4:], names[0])]
+    assert [record.candidate for record in records] == [item.candidate for item in variants]
+    assert {record.reference for record in records} == {
+        f"{variants[0].source.sha256} {candidate_key(SPEC.default)}"
+    }  # fmt: skip
+
+
+def test_what_was_timed_beside_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    built(monkeypatch)
+    times = tuple(PointTime(dict(point), 5.0, 4.0, 6.0, (5.0,), 1e-3) for point in study().points)
+    (record,) = on_gpu(PretendedMeasure(times=times, dropped=())).evaluate([variant()])
+    assert (record.status, record.reference) == ("ok", "")
 
 
 @pytest.mark.parametrize("status", ["wrong_result", "hang", "launch_error", "device_degraded"])
@@ -214,6 +249,7 @@ def test_finalists_are_timed_together_at_every_point(monkeypatch: pytest.MonkeyP
     built(monkeypatch)
     measure = PretendedMeasure()
     records = list(on_gpu(measure).finish([variant(), variant(gather="cp_async")]))
-    assert [point for _, point in measure.rounds] == list(study().points)
-    assert {len(names) for names, _ in measure.rounds} == {2}
+    assert [point for _, point, _ in measure.rounds] == list(study().points)
+    assert {len(names) for names, _, _ in measure.rounds} == {2}
+    assert {reference for _, _, reference in measure.rounds} == {f"h8_p1 {candidate_key(SPEC.default)}"}
     assert [(record.status, len(record.times), record.relative_error) for record in records] == [("ok", 3, 2e-3)] * 2

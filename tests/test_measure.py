@@ -83,7 +83,7 @@ def test_rounds_are_interleaved_and_rotate(bench: Bench) -> None:
 def test_slow_candidates_are_dropped_where_they_are_slow(bench: Bench) -> None:
     jobs = [job("fast", time_us=100), job("slow", time_us=161), job("mixed", time_us=110, slow_at=2)]
     slow_kept = job("default", time_us=500)
-    results = bench.evaluator.evaluate([*jobs, slow_kept], [{"batch": 1}, {"batch": 2}], keep={"default"})
+    results = bench.evaluator.evaluate([*jobs, slow_kept], [{"batch": 1}, {"batch": 2}], slow_kept)
     assert summary(results) == [
         ("fast", "ok", [100.0, 100.0]),
         ("slow", "dropped", []),
@@ -96,6 +96,41 @@ def test_slow_candidates_are_dropped_where_they_are_slow(bench: Bench) -> None:
     assert "slow 1 1" not in bench.log("sample"), "a dropped job is not timed to the end"
     (later,) = bench.evaluator.evaluate([job("later", time_us=170)], [{"batch": 1}])
     assert later.status == "dropped", "the best of earlier batches counts"
+
+
+def test_the_reference_is_in_every_round_and_is_proven_once(bench: Bench) -> None:
+    """It need not be a job itself; what is dropped is known beside it too."""
+    points, default = [{"batch": 1}, {"batch": 2}], job("d", time_us=100)
+    (first,) = bench.evaluator.evaluate([job("a", time_us=90)], points, default)
+    assert [(time.time_us, time.reference_us) for time in first.times] == [(90.0, 100.0)] * 2
+    alone = [line.split()[0] for line in bench.log("sample") if line.endswith("1 1")]
+    assert alone[:6] == ["d", "a", "a", "d", "d", "a"]
+    checks = len(bench.log("check"))
+    b, c = bench.evaluator.evaluate([job("b", time_us=80), job("c", time_us=85, slow_at=2)], points, default)
+    assert [time.reference_us for time in (*b.times, *c.times)] == [100.0] * 3
+    assert [(drop.estimate_us, drop.reference_us) for drop in c.dropped] == [(850.0, 100.0)]
+    assert bench.log("check")[checks:] == ["b", "c"]
+    assert bench.log("confirm").count("d 1") == 1
+    own, _ = bench.evaluator.evaluate([default, job("e")], points, default)
+    assert [time.reference_us for time in own.times] == [100.0] * 2
+    assert bench.log("check")[checks + 2 :] == ["d", "e"], "a job is always proven"
+
+
+@pytest.mark.parametrize("does", ["wrong", "hang sample", "wrong when timed"])
+def test_a_reference_that_fails_leaves_the_others_alone(bench: Bench, does: str) -> None:
+    (a,) = bench.evaluator.evaluate([job("a")], [{"batch": 1}], job("d", does))
+    assert (a.status, [time.reference_us for time in a.times]) == ("ok", [None])
+    (b,) = bench.evaluator.evaluate([job("b")], [{"batch": 1}], job("d"))
+    assert bench.log("check") == ["d", "a", "d", "b"], "it is not trusted"
+    assert [time.reference_us for time in b.times] == [100.0]
+
+
+def test_finals_hold_the_times_of_their_reference(bench: Bench) -> None:
+    jobs = [job("a", time_us=90), job("d", time_us=120)]
+    results = bench.evaluator.time_candidates(jobs, {"batch": 1}, reference="d")
+    assert [time.reference_us for result in results for time in result.times] == [120.0, 120.0]
+    (none,) = bench.evaluator.time_candidates(jobs[:1], {"batch": 1})
+    assert none.times[0].reference_us is None
 
 
 @pytest.mark.parametrize("stage", ["load", "check", "arm", "sample"])

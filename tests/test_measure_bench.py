@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from mla_packs import shipped_spec
 from packs import invented_pack
 
-from kgen.bench import time_calls
-from kgen.errors import DeviceError
+from kgen.bench import Row, time_calls
+from kgen.bench.peers import PeerTime
+from kgen.bench.roofline import check_can_plot, write_roofline
+from kgen.cli import bench
+from kgen.errors import DeviceError, InputError
 from kgen.family import Point
 from kgen.measure import DeviceEvaluator
 from kgen.measure.job import Job, JobResult, LoadedResources
@@ -35,7 +41,9 @@ class Timed(DeviceEvaluator):
     def fingerprint(self) -> DeviceFingerprint:
         return DeviceFingerprint("12.0", 188, 101376, 128 << 20, 14001000, "fake", "13.0")
 
-    def time_candidates(self, jobs: Sequence[Job], point: Point, repeats: int = REPEATS) -> list[JobResult]:
+    def time_candidates(
+        self, jobs: Sequence[Job], point: Point, repeats: int = REPEATS, reference: str = ""
+    ) -> list[JobResult]:
         self.jobs += jobs
         results = []
         for number, job in enumerate(jobs, 1):
@@ -77,3 +85,56 @@ def test_a_wrong_kernel_is_no_row() -> None:
     spec = shipped_spec()
     with pytest.raises(DeviceError, match="h8_p1 wide: not timed: wrong_result, out at a point: off"):
         list(time_calls(spec, invented_pack(), Timed("wrong"), spec.targets["sm_120"], CALLS))
+
+
+def rows() -> list[Row]:
+    spec = shipped_spec()
+    return list(time_calls(spec, invented_pack(), Timed(), spec.targets["sm_120"], CALLS))
+
+
+def test_the_roofline_is_the_same_svg_for_the_same_rows(tmp_path: Path) -> None:
+    target = shipped_spec().targets["sm_120"]
+    for name in ("a.svg", "b.svg"):
+        write_roofline(tmp_path / name, rows(), target, "a <device>")
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    for words in ("h8_p1", "h16_p1", "limit", "a &lt;device&gt;: 1.79 TB/s, 504 TFLOP/s", "intensity (FLOP / byte)"):
+        assert words in text, words
+    with pytest.raises(InputError, match=r"^--plot: .* cannot be written, Is a directory$"):
+        write_roofline(tmp_path, rows(), target, "")
+
+
+def test_what_a_plot_lacks_is_said_before_anything_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_can_plot(tmp_path / "x.svg")
+    with pytest.raises(InputError, match=r"^--plot: no such folder, .*none$"):
+        check_can_plot(tmp_path / "none" / "x.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(InputError, match=r"^--plot: needs matplotlib; pip install 'kgen\[plot\]'$"):
+        check_can_plot(tmp_path / "x.svg")
+
+
+def test_the_table_has_a_column_a_peer_and_names_the_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = rows()
+    found = [
+        PeerTime("fast", first.layout, first.point, 25.0, 24.0, 26.0, 1e-3),
+        PeerTime("fast", second.layout, second.point, reason="wrong result: off"),
+    ]
+    bench._print([first, second], found, shipped_spec().family.axes)
+    bench._print_peers(found, {"slow": "cannot be imported: none"})
+    head, one, two, *rest = capsys.readouterr().out.splitlines()
+    assert head.split()[-5:] == ["x", "default", "x", "fast", "error"]
+    assert one.split()[-3:] == ["2.00", "2.50", "1.0e-03"]
+    assert two.split()[-3:] == ["1.00", "-", "1.0e-03"]
+    assert rest[-2:] == [
+        "not compared with slow: cannot be imported: none",
+        "no time of fast at 1 calls: wrong result: off",
+    ]
+
+
+def test_row_figures_follow_from_work_and_time() -> None:
+    row, spec = rows()[0], shipped_spec()
+    work = spec.family.work(spec.layout("h8_p1"), CALLS[0][1])
+    assert row.intensity == work.flop / work.bytes
+    assert (row.gb_s, row.tflop_s) == (work.bytes / 10e3, work.flop / 10e6)
+    assert row.tflop_s * 1e3 == pytest.approx(row.gb_s * row.intensity)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ import pytest
 from tuning_doubles import Heard, Log, PretendedEvaluator, install, options, pretended_us, small_spec
 
 from kgen.db import TuningDatabase
+from kgen.db.reject import reject, rejected, undo
 from kgen.errors import DeviceError, InputError
 from kgen.family import Candidate, Value
 from kgen.records import PointTime, TrialRecord
+from kgen.render import render
 from kgen.space import Space, candidate_key, enumerate_space
 from kgen.tune import TuneReport, run, tune, tuning
 from kgen.tune.evaluate import Variant
@@ -26,6 +28,7 @@ from kgen.tune.sampler import ListSampler, Sampler, TpeSampler, make_sampler
 
 Tuned = Callable[..., tuple[TuneReport, Log]]
 SPEC = small_spec()
+LAYOUT = SPEC.layouts["h8_p1"]
 SPACE = enumerate_space(SPEC, "h8_p1", SPEC.targets["sm_120"])
 
 
@@ -191,6 +194,58 @@ def test_a_wrong_winner_is_recorded_and_replaced(tuned: Tuned, tmp_path: Path) -
     assert {row.source_sha256 for row in wrong} == best
     assert all(row.checked_on == "emulator" and row.reason == "pretended" and not row.times for row in wrong)
     assert tuned("b.db", Log(is_wrong=is_wrong))[1].proven == []
+
+
+def test_the_order_in_which_trials_end_changes_nothing(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = tuned("a.db")
+    in_order = PretendedEvaluator.evaluate
+
+    def last_first(self: PretendedEvaluator, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
+        yield from reversed(list(in_order(self, variants)))
+
+    monkeypatch.setattr(PretendedEvaluator, "evaluate", last_first)
+    second, _ = tuned("b.db")
+    assert winner_list(second) == winner_list(first)
+    assert second.statuses == first.statuses
+
+
+def test_a_rejected_source_is_never_tried_again(tuned: Tuned, tmp_path: Path) -> None:
+    first, _ = tuned("a.db")
+    best = {winner.source_name for winner in first.winners} - {render(SPEC.family, SPEC.default, LAYOUT).name}
+    with TuningDatabase.open(f"sqlite:///{tmp_path / 'a.db'}") as database:
+        for name in best:
+            reject(database, name, "seen wrong by hand")
+        out = set(rejected(database))
+    second, log = tuned("a.db")
+    assert {winner.source_name for winner in second.winners}.isdisjoint(best)
+    assert len(second.winners) == len(first.winners)
+    third, log = tuned("a.db", seed=1, trials=10_000)
+    layouts = dict.fromkeys(("h8_p1", "h16_p64"))
+    candidates = [candidate for candidate in SPACE.candidates if is_of(candidate, out)]
+    assert candidates
+    assert not {(name, candidate_key(candidate)) for name in layouts for candidate in candidates} & set(log.evaluated)
+    assert {winner.source_name for winner in third.winners}.isdisjoint(best)
+    named = {"tries": candidates[:1]}
+    with pytest.raises(
+        InputError, match=r"^candidate .* of .*verify_mla.yaml: its source .* is rejected, seen wrong by"
+    ):
+        tuned("a.db", **named)
+
+
+def is_of(candidate: Candidate, sources: set[str]) -> bool:
+    return render(SPEC.family, candidate, LAYOUT).sha256 in sources
+
+
+def test_a_rejected_default_or_oracle_stops_tuning(tuned: Tuned, tmp_path: Path) -> None:
+    tuned("a.db", trials=1)
+    for candidate in (SPEC.default, SPEC.oracle):
+        name = render(SPEC.family, candidate, LAYOUT).name
+        with TuningDatabase.open(f"sqlite:///{tmp_path / 'a.db'}") as database:
+            reject(database, name, "why")
+            with pytest.raises(InputError, match=f"{name} is rejected, why; choose another, or run: kgen db reject"):
+                tuned("a.db")
+            undo(database, name, "no")
+        assert tuned("a.db", trials=1)[0].winners
 
 
 def test_ctrl_c_keeps_what_there_is(tuned: Tuned, tmp_path: Path) -> None:

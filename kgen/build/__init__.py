@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kgen.render import Source
 
 EMULATOR = "emulator"
+COMPILE_LIMIT_S = 300.0
+"""Longest compile of one source, unless somebody asks for another; a kernel takes a second or two."""
 NVCC_FLAGS = ("-cubin", "-std=c++17", "-Xptxas", "-v", "-x", "cu")
 _ERROR_LINE = re.compile(r"^.*\b(?:fatal )?error\b.*$|^.*undefined reference to.*$|^nvcc fatal.*$", re.MULTILINE)
 _PTXAS_ENTRY = re.compile(
@@ -99,9 +101,6 @@ class _Entry:
     folder: Path
 
 
-OnResult = Callable[[BuildResult], None]
-
-
 def build(
     sources: Sequence[Source],
     *,
@@ -109,38 +108,49 @@ def build(
     toolchain: Toolchain,
     cache_dir: Path,
     jobs: int,
-    timeout_s: float,
-    on_result: OnResult | None = None,
+    timeout_s: float = COMPILE_LIMIT_S,
 ) -> list[BuildResult]:
-    """Build every source for ``arch`` (``sm_120``, ..., or ``emulator``), in the order of ``sources``.
+    """What `build_each` gives, in the order of ``sources``; ``arch`` is ``sm_120``, ..., or ``emulator``."""
+    done = build_each(sources, arch=arch, toolchain=toolchain, cache_dir=cache_dir, jobs=jobs, timeout_s=timeout_s)
+    results = {result.source.sha256: result for result in done}
+    return [results[source.sha256] for source in sources]
 
-    A failing or slow source is a result with its status, and the others go on; ``on_result`` is called once for each
-    distinct source as it is done. Sources that are in the cache are not compiled again, except one that ran out of
-    ``timeout_s``. Raises ToolchainError if the toolchain cannot build for ``arch``, and BuildError if the cache cannot
-    be written or the compiles cannot be run at all.
+
+def build_each(
+    sources: Sequence[Source],
+    *,
+    arch: str,
+    toolchain: Toolchain,
+    cache_dir: Path,
+    jobs: int,
+    timeout_s: float = COMPILE_LIMIT_S,
+) -> Generator[BuildResult]:
+    """Build every distinct source, ``jobs`` at a time; each result comes as soon as it is there, cached ones first.
+
+    A failing or slow source is a result with its status, and the others go on. Sources that are in the cache are not
+    compiled again, except one that ran out of ``timeout_s``. Raises ToolchainError if the toolchain cannot build for
+    ``arch``, and BuildError if the cache cannot be written or the compiles cannot be run at all.
     """
     recipe = _recipe(arch, toolchain)
     run = uuid.uuid4().hex
     entries = {source.sha256: _entry(source, recipe, cache_dir.resolve()) for source in sources}
-    results: dict[str, BuildResult] = {}
-
-    def finish(entry: _Entry, *, cached: bool) -> bool:
-        record = compile_step.trusted_result(entry.folder, entry.key, "" if cached else run)
+    missing = []
+    for entry in entries.values():
+        record = compile_step.trusted_result(entry.folder, entry.key, "")
         if record is None:
-            return False
-        result = results[entry.source.sha256] = _result(entry, arch, record, cached=cached)
-        if on_result is not None:
-            on_result(result)
-        return True
-
-    missing = [entry for entry in entries.values() if not finish(entry, cached=True)]
-    if missing:
-        jobs_of_run = [_job(entry, recipe, run, number, timeout_s) for number, entry in enumerate(missing)]
-        with closing(run_jobs(jobs_of_run, cache_dir.resolve(), jobs)) as finished:
-            for number in finished:
-                if not finish(missing[number], cached=False):
-                    raise BuildError(str(missing[number].folder), "the result vanished while it was read")
-    return [results[source.sha256] for source in sources]
+            missing.append(entry)
+        else:
+            yield _result(entry, arch, record, cached=True)
+    if not missing:
+        return
+    jobs_of_run = [_job(entry, recipe, run, number, timeout_s) for number, entry in enumerate(missing)]
+    with closing(run_jobs(jobs_of_run, cache_dir.resolve(), jobs)) as finished:
+        for number in finished:
+            entry = missing[number]
+            record = compile_step.trusted_result(entry.folder, entry.key, run)
+            if record is None:
+                raise BuildError(str(entry.folder), "the result vanished while it was read")
+            yield _result(entry, arch, record, cached=False)
 
 
 def build_key(source: Source, *, arch: str, toolchain: Toolchain) -> str:

@@ -124,34 +124,41 @@ def migrate_command(db: DatabaseFlag = None, json: JsonFlag = False) -> None:
 @app.command("reject")
 def reject_command(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Name of a source, as kgen show trials prints it.")],
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Who found what; kept with the trials.")],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Who found what; kept for good.")],
+    take_back: Annotated[
+        bool, typer.Option("--undo", help="Take the rejections of the source back instead; they stay on record.")
+    ] = False,
     db: DatabaseFlag = None,
     json: JsonFlag = False,
 ) -> None:
-    """Record that a source is wrong, whatever kgen's own checks said, so that it cannot win or be packed.
+    """Put a source out of the running: it is not tried again, cannot win and cannot be packed.
 
-    The trials stay; a wrong_result is added to each. A later run that finds the source right puts it back.
+    Whatever kgen's own checks say of it, then or later, on any machine: a rejection is of the source's text, is kept
+    beside the trials, travels with export, import and merge, and stands until it is taken back with --undo.
 
     \b
     Examples:
       kgen db reject verify_mla__flash_m16_n16_s2_w4_g1_k4_bulk_eager_b2__d3c0729e --reason "racecheck: 42 hazards"
+      kgen db reject verify_mla__flash_m16_n16_s2_w4_g1_k4_bulk_eager_b2__d3c0729e --undo --reason "explained in #12"
 
-    Trials go to --db.
+    Rejections go to --db; kgen show rejected lists those that stand.
     """
     from kgen.db import TuningDatabase
-    from kgen.db.reject import reject
+    from kgen.db.reject import reject, undo
 
     url = database_url(db)
     with TuningDatabase.open(url, create=False) as database:
-        added = reject(database, source, reason)
+        added = (undo if take_back else reject)(database, source, reason)
     if json:
         write_json({"db": url, "source": source, "added": added})
+    elif take_back:
+        typer.echo(f"{url}: {source} may be tried and win again")
     else:
-        typer.echo(f"{url}: {source} is out, in {added} trials")
+        typer.echo(f"{url}: {source} is out" + ("" if added else ", as it was before"))
 
 
 def _report_added(added: int, already_there: int, where: str, json: bool) -> None:
     if json:
         write_json({"db": where, "added": added, "already_there": already_there})
     else:
-        typer.echo(f"{where}: {added} trials added, {already_there} were there already")
+        typer.echo(f"{where}: {added} trials and rejections added, {already_there} were there already")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +19,9 @@ from kgen.cli.options import (
     TargetFlag,
     database_url,
     load,
+    shipped_pack,
 )
+from kgen.errors import InputError
 
 if TYPE_CHECKING:
     from kgen.db import TuningDatabase
@@ -169,6 +172,74 @@ def space(
         rules.update(item.rejected)
     typer.echo("")
     write_table(["rule that rejects, first one broken", "combinations"], rules.most_common())
+
+
+@app.command("rejected")
+def rejected_command(db: DatabaseFlag = None, json: JsonFlag = False) -> None:
+    """Show the sources that were put out of the running by hand, and why.
+
+    \b
+    Examples:
+      kgen show rejected
+      kgen show rejected --db mine.sqlite --json
+
+    One row a source goes to stdout; kgen db reject SOURCE --undo takes one back.
+    """
+    from kgen.db.reject import rejected
+
+    with _open(db) as database:
+        found = sorted(rejected(database).values(), key=lambda item: item.source_name)
+    if json:
+        write_json({"rejected": found})
+        return
+    write_table(["source", "since", "reason"], [(item.source_name, item.created_at, item.reason) for item in found])
+
+
+@app.command()
+def resources(
+    spec: SpecFlag = DEFAULT_SPEC,
+    pack: Annotated[
+        Path | None, typer.Option("--pack", metavar="DIR", help="Pack to look into. Default: the one that kgen ships.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write a page for the docs here instead.")
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Show what each kernel of a pack takes of a chip, its hot loop, and what the model expects of it.
+
+    Registers, shared bytes, spills and resident blocks are the pack's; the mix of instructions comes from the machine
+    code, through nvdisasm (of a CUDA toolkit, or pip install 'kgen[disasm]'). Nothing is timed: what the model says is
+    labelled modelled.
+
+    \b
+    Examples:
+      kgen show resources
+      kgen show resources --pack my_pack --json
+      kgen show resources --markdown docs/resources.md
+
+    A row a kernel and target goes to stdout, or a page to --markdown.
+    """
+    from kgen.build.disassemble import find_nvdisasm
+    from kgen.pack.resources import markdown_page, resource_rows, resource_table
+    from kgen.runtime.pack_reader import load_pack
+
+    loaded = load(spec)
+    frozen = load_pack(pack or shipped_pack(loaded.family.name))
+    rows = resource_rows(loaded, frozen, find_nvdisasm())
+    if markdown is not None:
+        try:
+            markdown.write_text(markdown_page(loaded, frozen, rows), encoding="utf-8")
+        except OSError as error:
+            raise InputError("--markdown", f"{markdown} cannot be written", seen=str(error.strerror)) from error
+    if json:
+        write_json({"pack": frozen.where, "rows": rows})
+    elif markdown is None:
+        columns, cells = resource_table(rows)
+        mix = columns.index("hot loop")
+        write_table(columns[:mix], [row[:mix] for row in cells], title=frozen.where)
+        typer.echo("\ninstructions of the hot loop, by kind")
+        write_table([*columns[:3], *columns[mix:]], [(*row[:3], *row[mix:]) for row in cells])
 
 
 def _open(db: str | None) -> TuningDatabase:

@@ -20,10 +20,10 @@ from kgen.cli.options import (
     seconds,
     settings,
 )
+from kgen.cli.winner_table import LEGEND, winner_table
 from kgen.resources import cache_dir
 
 if TYPE_CHECKING:
-    from kgen.db.winners import Winner
     from kgen.records import TrialRecord
     from kgen.spec import Spec
     from kgen.tune import TuneReport
@@ -104,7 +104,7 @@ def tune(
       kgen tune --layout h8_p1 --try tile_m=32,k_split=4 --try tile_m=16,warps=4,row_groups=1,k_split=4
       kgen tune --target sm_90 --envelope sm_120 --evaluator device --json
 
-    Trials go to --db; the table of winners goes to stdout.
+    Trials go to --db; the table of winners, one row a kernel and layout, goes to stdout.
     """
     from kgen.tune import TuneOptions
     from kgen.tune import tune as run
@@ -138,32 +138,15 @@ def tune(
 
 
 def _print(spec: Spec, report: TuneReport, url: str) -> None:
-    points = [dict(item.point) for item in spec.workload.points]
-    rows = [
-        (
-            winner.layout_name,
-            *(winner.point[axis] for axis in spec.family.axes),
-            spec.family.label(winner.candidate),
-            f"{winner.time_us:.1f}",
-            _over_floor(winner, report.floors_us[winner.layout_name][points.index(dict(winner.point))]),
-            winner.evidence,
-            winner.checked_on,
-        )
-        for winner in report.winners
-    ]
-    columns = ["layout", *spec.family.axes, "variant", "time (us)", "x floor", "evidence", "proven on"]
-    write_table(columns, rows, title=f"winners for {report.target} within the limits of {report.envelope}")
+    columns, rows = winner_table(spec, report)
+    write_table(columns, rows, title=f"fastest kernels for {report.target} within the limits of {report.envelope}")
     outcomes = ", ".join(f"{count} {status}" for status, count in report.statuses.items())
     typer.echo("")
     typer.echo(f"evaluator {report.evaluator}: {report.why}")
     typer.echo(f"trials: {outcomes}; {report.new_trials} new in {url}; {report.wall_s:.0f} s")
-    typer.echo("x floor: times the least that the target allows (docs/model.md); none for a proxy")
+    typer.echo(LEGEND)
+    typer.echo(f"every point: kgen show winners --spec {spec.path.name} --target {report.target} --db {url}")
     if report.budget_spent:
         typer.echo("the time budget ended the search; run again to go on")
     if not report.winners:
         typer.echo("no winners: no candidate was proven; see: kgen show trials")
-
-
-def _over_floor(winner: Winner, floor_us: float) -> str:
-    """Time over the target's floor; a proxy was timed on a chip with another floor."""
-    return "-" if winner.evidence == "proxy" else f"{winner.time_us / floor_us:.1f}"

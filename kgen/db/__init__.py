@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kgen.db.database import Added, TrialFilter, TrialIdentity, TuningDatabase
+from kgen.db.database import Added, TuningDatabase
 from kgen.db.migration import MigrationReport, migrate
 from kgen.db.record_form import StoredTrial, trial_sha256
 from kgen.db.text_form import export_text, import_text, merge
@@ -12,8 +12,6 @@ __all__ = [
     "Added",
     "MigrationReport",
     "StoredTrial",
-    "TrialFilter",
-    "TrialIdentity",
     "TuningDatabase",
     "Winner",
     "device_key",

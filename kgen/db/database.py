@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self
 
 from sqlalchemy import ColumnElement, Connection, Engine, and_, select, true
 
 from kgen.canonical import canonical_json
 from kgen.db.migration import check_revision, current_revision, upgrade
-from kgen.db.record_form import StoredTrial, settled, time_rows, trial_from_rows, trial_row
-from kgen.db.schema import point_time, trial
+from kgen.db.record_form import StoredTrial, dated, rejection_sha256, settled, time_rows, trial_from_rows, trial_row
+from kgen.db.schema import point_time, rejection, trial
 from kgen.db.sqlite_file import (
     Location,
     check_pages,
@@ -26,53 +26,12 @@ from kgen.db.sqlite_file import (
     writing,
 )
 from kgen.errors import DatabaseError
-from kgen.records import DeviceFingerprint, TrialRecord
-
-
-class TrialFilter(TypedDict, total=False):
-    """What `TuningDatabase.trials` can select by; mappings are compared by value."""
-
-    run_id: str
-    family: str
-    spec_sha256: str
-    layout_name: str
-    layout: Mapping[str, Any]
-    target: str
-    arch: str
-    envelope: str
-    candidate: Mapping[str, Any]
-    source_name: str
-    source_sha256: str
-    toolchain: str
-    flags: str
-    evaluator: str
-    evidence: str
-    protocol_version: int
-    status: str
-    checked_on: str
-
-
-@dataclass(frozen=True)
-class TrialIdentity:
-    """What two trials share when the second would repeat the first. Of ``device``, name and driver do not count."""
-
-    family: str
-    layout: Mapping[str, Any]
-    target: str
-    arch: str
-    envelope: str
-    candidate: Mapping[str, Any]
-    source_sha256: str
-    toolchain: str
-    flags: str
-    evaluator: str
-    protocol_version: int
-    device: DeviceFingerprint | None = None
+from kgen.records import Rejection, TrialRecord
 
 
 @dataclass(frozen=True)
 class Added:
-    """How many trials were new, and how many the database had already."""
+    """How many trials and rejections were new, and how many the database had already."""
 
     added: int
     already_there: int
@@ -126,29 +85,29 @@ class TuningDatabase:
         with self._writing() as connection:
             return _insert(connection, kept)[0]
 
-    def add_all(self, records: Iterable[TrialRecord]) -> Added:
-        """Keeps all trials, or none, in one transaction. Raises DatabaseError as `add_trial` does."""
+    def add_all(self, records: Iterable[TrialRecord], rejections: Sequence[Rejection] = ()) -> Added:
+        """Keeps all trials and rejections, or none, in one transaction. Raises DatabaseError as `add_trial` does."""
         kept = [self._settled(record) for record in records]
-        if not kept:
+        if not kept and not rejections:
             return Added(0, 0)
         with self._writing() as connection:
             added = sum(_insert(connection, record)[1] for record in kept)
-        return Added(added, len(kept) - added)
+            added += sum(_insert_rejection(connection, item) for item in rejections)
+        return Added(added, len(kept) + len(rejections) - added)
 
-    def trials(self, **filters: Unpack[TrialFilter]) -> list[TrialRecord]:
-        """The trials whose fields equal the given ones, in the order in which this database got them."""
+    def rejections(self) -> list[Rejection]:
+        """All rejections, those too that were taken back, in the order in which this database got them."""
+        names = [item.name for item in fields(Rejection)]
+        rows = select(*(rejection.c[name] for name in names)).order_by(rejection.c.id)
+        with errors_named(self.where), self._engine.connect() as connection:
+            return [Rejection(**row) for row in connection.execute(rows).mappings()]
+
+    def trials(self, **filters: str | int | Mapping[str, Any]) -> list[TrialRecord]:
+        """The trials whose fields equal the given ones, in the order in which this database got them.
+
+        Mappings (``layout``, ``candidate``) are compared by value. Raises TypeError for what is no field of a trial.
+        """
         return [stored.record for stored in self.select(_equal(filters))]
-
-    def find(self, identity: TrialIdentity) -> TrialRecord | None:
-        """The latest trial of this identity, whatever its status; None where there is none."""
-        fields: dict[str, Any] = dict(vars(identity))
-        device = fields.pop("device")
-        condition = _equal(fields)
-        for name in ("compute_capability", "sms", "shared_bytes_per_block", "l2_bytes", "memory_clock_khz"):
-            column = trial.c[f"device_{name}"]
-            condition &= column.is_(None) if device is None else column == getattr(device, name)
-        found = self.select(condition)
-        return max(found, key=lambda stored: stored.order).record if found else None
 
     def select(self, condition: ColumnElement[bool] | None = None) -> list[StoredTrial]:
         """The trials that meet an SQL condition over table ``trial``, with ids and digests, by id."""
@@ -212,7 +171,7 @@ def _settle_schema(engine: Engine, location: Location, *, create: bool, writes: 
 
 
 def _equal(filters: Mapping[str, Any]) -> ColumnElement[bool]:
-    unknown = filters.keys() - TrialFilter.__annotations__.keys()
+    unknown = filters.keys() - ({item.name for item in fields(TrialRecord)} - {"device", "times"})
     if unknown:
         raise TypeError(f"trials cannot be selected by {', '.join(sorted(unknown))}")
     values = {
@@ -233,3 +192,14 @@ def _insert(connection: Connection, record: TrialRecord) -> tuple[int, bool]:
     if times:
         connection.execute(point_time.insert(), times)
     return trial_id, True
+
+
+def _insert_rejection(connection: Connection, item: Rejection) -> bool:
+    """Whether it is new."""
+    item = dated(item)
+    digest = rejection_sha256(item)
+    known = select(rejection.c.id).where(rejection.c.rejection_sha256 == digest)
+    if connection.execute(known).scalar() is not None:
+        return False
+    connection.execute(rejection.insert().values(rejection_sha256=digest, **vars(item)))
+    return True

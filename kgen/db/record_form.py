@@ -1,4 +1,4 @@
-"""A trial as one line of JSON and as rows, and what must hold for either to be kept."""
+"""A trial, or a rejection, as one line of JSON and as rows, and what must hold for either to be kept."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from functools import cache, cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from kgen.canonical import canonical_json, key_text, plain
-from kgen.records import DeviceFingerprint, PointTime, TrialRecord
+from kgen.records import DeviceFingerprint, PointTime, Rejection, TrialRecord
 
 _DEVICE_FIELDS = tuple(item.name for item in fields(DeviceFingerprint))
 _SCALAR_FIELDS = tuple(
     item.name for item in fields(TrialRecord) if item.name not in ("layout", "candidate", "device", "times")
 )
 _INT64 = 2**63
+Kind = TypeVar("Kind", TrialRecord, Rejection)
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,29 @@ class StoredTrial:
 
 
 @cache
-def _adapter() -> TypeAdapter[TrialRecord]:
+def _trial_adapter() -> TypeAdapter[TrialRecord]:
     return TypeAdapter(TrialRecord)
+
+
+@cache
+def _rejection_adapter() -> TypeAdapter[Rejection]:
+    return TypeAdapter(Rejection)
+
+
+def _document(record: TrialRecord) -> dict[str, Any]:
+    """The trial in JSON's own types; what says that there was no reference is left out."""
+    document: dict[str, Any] = plain(record)
+    if not record.reference:
+        del document["reference"]
+    for time in document["times"]:
+        if time["reference_us"] is None:
+            del time["reference_us"]
+    return document
 
 
 def trial_line(record: TrialRecord) -> bytes:
     """The trial as one line of canonical JSON, without its newline. Raises ValueError."""
-    return canonical_json(record)
+    return canonical_json(_document(record))
 
 
 def trial_sha256(record: TrialRecord) -> str:
@@ -58,18 +75,42 @@ def trial_sha256(record: TrialRecord) -> str:
 
 def parse_trial(line: bytes) -> TrialRecord:
     """The trial that a line holds. Raises ValueError: not JSON, a wrong, missing or unknown field, or `check_trial`."""
+    record = _validated(_trial_adapter(), line)
+    _check_as_written(line, _document(record))
+    check_trial(record)
+    return record
+
+
+def parse_rejection(line: bytes) -> Rejection:
+    """The rejection that a line holds. Raises ValueError: not JSON, a wrong, missing or unknown field, no reason."""
+    rejection = _validated(_rejection_adapter(), line)
+    _check_as_written(line, plain(rejection))
+    if not rejection.reason.strip():
+        raise ValueError("reason: is empty")
+    if not _is_utc(rejection.created_at):
+        raise ValueError("created_at: not an ISO 8601 time in UTC")
+    return rejection
+
+
+def rejection_sha256(rejection: Rejection) -> str:
+    """What makes a rejection itself, and what another names to take it back: the SHA-256 of its line."""
+    return sha256(canonical_json(rejection)).hexdigest()
+
+
+def _validated(adapter: TypeAdapter[Kind], line: bytes) -> Kind:
     try:
-        record = _adapter().validate_json(line, strict=True)
+        return adapter.validate_json(line, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "line"
         raise ValueError(f"{place}: {first['msg']}, {first['input']!r:.80}") from None
-    given, known = json.loads(line, object_pairs_hook=_no_duplicates), plain(record)
+
+
+def _check_as_written(line: bytes, known: dict[str, Any]) -> None:
+    given = json.loads(line, object_pairs_hook=_no_duplicates)
     if given != known:
         odd = sorted(name for name in given.keys() | known.keys() if given.get(name) != known.get(name))
         raise ValueError(f"fields missing, unknown, or not as kgen writes them: {', '.join(odd) or 'times'}")
-    check_trial(record)
-    return record
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -84,11 +125,16 @@ def settled(record: TrialRecord) -> TrialRecord:
 
     A failed trial's relative error that is not finite is kept as None: the output itself was not.
     """
-    if not record.created_at:
-        record = replace(record, created_at=datetime.now(UTC).isoformat(timespec="microseconds"))
+    record = dated(record)
     if record.status != "ok" and record.relative_error is not None and not abs(record.relative_error) < float("inf"):
         record = replace(record, relative_error=None)
     return parse_trial(trial_line(record))
+
+
+def dated(record: Kind) -> Kind:
+    """The record, made now where it does not say when."""
+    now = datetime.now(UTC).isoformat(timespec="microseconds")
+    return record if record.created_at else replace(record, created_at=now)
 
 
 def check_trial(record: TrialRecord) -> None:
@@ -97,7 +143,8 @@ def check_trial(record: TrialRecord) -> None:
         if not holds:
             raise ValueError(rule)
     for index, time in enumerate(record.times):
-        numbers = (time.time_us, time.time_us_min, time.time_us_max, *time.samples_us)
+        beside = () if time.reference_us is None else (time.reference_us,)
+        numbers = (time.time_us, time.time_us_min, time.time_us_max, *time.samples_us, *beside)
         if not all(0 < number < float("inf") for number in numbers):
             raise ValueError(f"times.{index}: a time that is not finite and above zero")
         if not time.time_us_min <= time.time_us <= time.time_us_max:
@@ -160,6 +207,7 @@ def time_rows(trial_id: int, record: TrialRecord) -> list[dict[str, Any]]:
             "time_us_max": time.time_us_max,
             "samples_us": canonical_json(time.samples_us).decode(),
             "relative_error": time.relative_error,
+            "reference_us": time.reference_us,
         }
         for position, time in enumerate(record.times)
     ]
@@ -188,4 +236,5 @@ def _time_from_row(row: Mapping[Any, Any]) -> PointTime:
         time_us_max=row["time_us_max"],
         samples_us=tuple(json.loads(row["samples_us"])),
         relative_error=row["relative_error"],
+        reference_us=row["reference_us"],
     )

@@ -66,6 +66,7 @@ trial = Table(
     Column("device_memory_clock_khz", BIG),
     Column("device_name", Text),
     Column("device_driver_version", Text),
+    Column("reference", Text, nullable=False),
     UniqueConstraint("trial_sha256", name="trial_once"),
     CheckConstraint(
         "status IN ('ok', 'infeasible', 'compile_error', 'compile_timeout', 'wrong_result', 'launch_error', 'hang',"
@@ -94,9 +95,27 @@ point_time = Table(
     Column("time_us_max", Double, nullable=False),
     Column("samples_us", Text, nullable=False),
     Column("relative_error", Double),
+    Column("reference_us", Double),
     UniqueConstraint("trial_id", "point_key", name="point_time_once"),
     CheckConstraint(
         "0 < time_us_min AND time_us_min <= time_us AND time_us <= time_us_max", name="point_time_in_order"
     ),
 )
 """The times of an ok trial, one row a workload point, in the order in which the trial lists them."""
+
+rejection = Table(
+    "rejection",
+    metadata,
+    Column("id", BIG, primary_key=True, autoincrement=True),
+    Column("rejection_sha256", Text, nullable=False),
+    Column("family", Text, nullable=False),
+    Column("source_name", Text, nullable=False),
+    Column("source_sha256", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("undoes", Text, nullable=False),
+    Column("created_at", Text, nullable=False),
+    Column("kgen_version", Text, nullable=False),
+    UniqueConstraint("rejection_sha256", name="rejection_once"),
+    CheckConstraint("reason <> ''", name="rejection_has_a_reason"),
+)
+"""One row a `kgen.records.Rejection`."""

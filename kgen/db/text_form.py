@@ -1,4 +1,4 @@
-"""Trials as text for review and version control: JSON lines, one trial a line, the same bytes for the same trials."""
+"""The database as text for review and version control: JSON lines, one trial (or rejection) a line, sorted."""
 
 from __future__ import annotations
 
@@ -6,34 +6,45 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 
 from kgen.canonical import canonical_json, key_text
 from kgen.db.database import Added, TuningDatabase
-from kgen.db.record_form import StoredTrial, parse_trial, trial_line
+from kgen.db.record_form import StoredTrial, parse_rejection, parse_trial, trial_line
 from kgen.errors import DatabaseError
-from kgen.records import TrialRecord
+from kgen.records import Rejection, TrialRecord
 
 TEXT_VERSION = 1
 """Raised when a line gets another form; the first line of a file names it."""
 
-_HEADER = canonical_json({"kgen_tuning_db": TEXT_VERSION})
+_TRIALS, _REJECTIONS = "kgen_tuning_db", "kgen_tuning_db_rejections"
+_Parser = tuple[Callable[[bytes], TrialRecord | Rejection], str]
+_PARSERS: dict[str, _Parser] = {
+    _TRIALS: (parse_trial, "not a trial"),
+    _REJECTIONS: (parse_rejection, "not a rejection"),
+}
 
 
 def export_text(db: TuningDatabase, folder: Path | str) -> list[Path]:
     """Writes all trials into ``folder``, as ``<family>.<target>.<evidence>[.<device>].jsonl``; returns the files.
 
+    Rejections go to ``<family>.rejections.jsonl``, by source and date.
     Lines are in order of layout, candidate and date, so that new trials are new lines. Each file is replaced at once.
     Raises DatabaseError, before anything is written, where a file holds lines that the export would drop.
     """
-    texts: dict[str, list[tuple[tuple[str, str, datetime], bytes]]] = defaultdict(list)
+    texts: dict[tuple[str, str], list[tuple[tuple[str, str, datetime], bytes]]] = defaultdict(list)
     for stored in db.select():
-        texts[_file_name(stored.record)].append((_line_order(stored), trial_line(stored.record)))
+        texts[_file_name(stored.record), _TRIALS].append((_line_order(stored), trial_line(stored.record)))
+    for item in db.rejections():
+        order = item.source_name, item.source_sha256, datetime.fromisoformat(item.created_at)
+        texts[_slugs([item.family, "rejections"]), _REJECTIONS].append((order, canonical_json(item)))
     files = {
-        Path(folder) / name: b"\n".join([_HEADER, *(line for _, line in sorted(lines)), b""])
-        for name, lines in sorted(texts.items())
+        Path(folder) / name: b"\n".join(
+            [canonical_json({kind: TEXT_VERSION}), *(line for _, line in sorted(lines)), b""]
+        )
+        for (name, kind), lines in sorted(texts.items())
     }
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -60,6 +71,10 @@ def _file_name(record: TrialRecord) -> str:
     parts = [record.family, record.target, record.evidence]
     if record.device is not None:
         parts.append(record.device.name)
+    return _slugs(parts)
+
+
+def _slugs(parts: Iterable[str]) -> str:
     slugs = [re.sub(r"[^a-z0-9_]+", "-", part.lower()).strip("-") or "unnamed" for part in parts]
     return ".".join(slugs) + ".jsonl"
 
@@ -90,12 +105,15 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def import_text(db: TuningDatabase, paths: Iterable[Path | str]) -> Added:
-    """Adds the trials of text files (of a folder: all its ``*.jsonl``) that the database lacks, all or none.
+    """Adds the trials and rejections of text files (of a folder: all its ``*.jsonl``) that the database lacks.
 
-    Raises DatabaseError that names file and line of the first line that is not a valid trial.
+    All or none. Raises DatabaseError that names file and line of the first line that is not what its file holds.
     """
-    records = [record for path in _files(paths) for record in _read(path)]
-    return db.add_all(records)
+    found = [item for path in _files(paths) for item in _read(path)]
+    return db.add_all(
+        [item for item in found if isinstance(item, TrialRecord)],
+        [item for item in found if isinstance(item, Rejection)],
+    )
 
 
 def _files(paths: Iterable[Path | str]) -> list[Path]:
@@ -108,7 +126,7 @@ def _files(paths: Iterable[Path | str]) -> list[Path]:
     return files
 
 
-def _read(path: Path) -> list[TrialRecord]:
+def _read(path: Path) -> list[TrialRecord | Rejection]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -117,22 +135,24 @@ def _read(path: Path) -> list[TrialRecord]:
         raise DatabaseError(
             f"{path}:{len(lines)}", "the last line is cut short", remedy="get the whole file; nothing was imported"
         )
-    _check_header(path, lines[0])
+    parse, wrong = _kind(path, lines[0])
     records = []
     for number, line in enumerate(lines[1:-1], start=2):
         try:
-            records.append(parse_trial(line))
+            records.append(parse(line))
         except ValueError as error:
             raise DatabaseError(
-                f"{path}:{number}", "not a trial", seen=str(error), remedy="mend the line; nothing was imported"
+                f"{path}:{number}", wrong, seen=str(error), remedy="mend the line; nothing was imported"
             ) from None
     return records
 
 
-def _check_header(path: Path, line: bytes) -> None:
+def _kind(path: Path, line: bytes) -> _Parser:
+    """How to read the lines after this first one, and what to say of one that cannot be read."""
     try:
-        version = json.loads(line)["kgen_tuning_db"]
-    except (ValueError, KeyError, TypeError):
+        [(kind, version)] = json.loads(line).items()
+        found = _PARSERS[kind]
+    except (ValueError, KeyError, AttributeError):
         raise DatabaseError(
             f"{path}:1", "not the text form of a tuning database", remedy="give a file made by 'kgen db export'"
         ) from None
@@ -142,10 +162,11 @@ def _check_header(path: Path, line: bytes) -> None:
             f"text form {version!r}, this kgen reads {TEXT_VERSION}",
             remedy="import it with the kgen that wrote it, and merge the database",
         )
+    return found
 
 
 def merge(db: TuningDatabase, other: str) -> Added:
-    """Adds the trials of another database that this one lacks, all or none; the other is only read."""
+    """Adds the trials and rejections of another database that this one lacks, all or none; the other is only read."""
     with TuningDatabase.open(other, read_only=True) as source:
-        records = source.trials()
-    return db.add_all(records)
+        records, rejections = source.trials(), source.rejections()
+    return db.add_all(records, rejections)

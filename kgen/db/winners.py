@@ -2,14 +2,17 @@
 
 1. *Relevant* to target T are the trials with ``target == T``, and, as ``proxy``, those measured for another target
    on another architecture inside T's limits (``envelope == T``, ``arch`` not T's, evidence ``measured``).
-2. A source is *out* for a candidate and layout when the latest relevant trial that ran it found it bad
-   (``wrong_result``, ``launch_error``, ``hang``), whatever an earlier trial said.
+2. A source is *out* everywhere while a rejection of it stands (`kgen.db.reject`), and *out* for a candidate and layout
+   when the latest relevant trial that ran it found it bad (``wrong_result``, ``launch_error``, ``hang``), whatever an
+   earlier trial said.
 3. Per layout and point only the best evidence class present counts (measured, proxy, modelled); of it only the newest
    protocol version; of that only one device (fingerprint without name and driver) and envelope: those with the most
    trials, then the smallest. Times of two groups are never compared.
    A time without samples is a quick estimate that ruled its candidate out there, and counts for nothing.
 4. Of a candidate tried more than once in the group, the latest trial counts.
-5. The fastest candidate ties with every candidate whose fastest sample is no slower than its median; modelled, with
+5. Where all of the group were timed beside the same reference, in the same rounds, candidates are compared by their
+   time over the reference's, which a clock that drifts between batches does not change; else by their time.
+6. The fastest candidate ties with every candidate whose fastest sample is no slower than its median; modelled, with
    every one within 1 %. Of tied candidates the winner does not spill, then has the least shared memory, then the
    fewest registers (unknown counts as most), then the smaller candidate key.
 """
@@ -26,6 +29,7 @@ from sqlalchemy import and_, or_
 from kgen.canonical import canonical_json, key_text
 from kgen.db.database import TuningDatabase
 from kgen.db.record_form import StoredTrial
+from kgen.db.reject import rejected
 from kgen.db.schema import trial
 from kgen.records import EVIDENCE_ORDER, DeviceFingerprint, Evidence, PointTime, TrialRecord
 
@@ -37,7 +41,10 @@ _RAN = {"ok", "wrong_result", "launch_error", "hang"}
 
 @dataclass(frozen=True)
 class Winner:
-    """The winner at one point, with what a pack needs of its trial. ``runner_up_*`` is the fastest of the others."""
+    """The winner at one point, with what a pack needs of its trial.
+
+    ``reference_us`` is the time of the trial's reference in the same rounds; ``runner_up_*`` is the fastest other.
+    """
 
     layout_name: str
     layout: Mapping[str, Any]
@@ -50,6 +57,7 @@ class Winner:
     time_us: float
     time_us_min: float
     time_us_max: float
+    reference_us: float | None
     registers: int | None
     shared_bytes: int | None
     spill_bytes: int | None
@@ -104,7 +112,9 @@ def winners(
     ``layout`` is a name or the fields themselves; ``arch`` is the target's own where it is not called like it;
     ``sources``, where given, are the digests of the only sources that may win, e.g. those that render today.
     """
-    found = [_as_seen_from(target, stored) for stored in _relevant(db, family, target, arch or target, layout)]
+    out = rejected(db)
+    relevant = _relevant(db, family, target, arch or target, layout)
+    found = [_as_seen_from(target, stored) for stored in relevant if stored.record.source_sha256 not in out]
     if sources is not None:
         found = [stored for stored in found if stored.record.source_sha256 in sources]
     entries: dict[tuple[str, str], list[_Entry]] = defaultdict(list)
@@ -172,10 +182,19 @@ def _latest_of_each(entries: list[_Entry]) -> list[_Entry]:
     return list(latest.values())
 
 
-def _ties(fastest: _Entry, other: _Entry) -> bool:
+def _units_us(entries: list[_Entry]) -> dict[str, float]:
+    """What each candidate's times are divided by before they are compared: its reference's time, or nothing."""
+    references = {entry.record.reference for entry in entries}
+    units_us = {entry.candidate_key: entry.time.reference_us or 0.0 for entry in entries}
+    paired = len(references) == 1 and all(units_us.values())
+    return units_us if paired else dict.fromkeys(units_us, 1.0)
+
+
+def _ties(fastest: _Entry, other: _Entry, units_us: Mapping[str, float]) -> bool:
+    least = fastest.time.time_us / units_us[fastest.candidate_key]
     if fastest.record.evidence == "modelled":
-        return other.time.time_us <= fastest.time.time_us * (1 + MODELLED_TIE)
-    return other.time.time_us_min <= fastest.time.time_us
+        return other.time.time_us / units_us[other.candidate_key] <= least * (1 + MODELLED_TIE)
+    return other.time.time_us_min / units_us[other.candidate_key] <= least
 
 
 def _preference(entry: _Entry) -> tuple[bool, float, float, str]:
@@ -191,8 +210,11 @@ def _preference(entry: _Entry) -> tuple[bool, float, float, str]:
 
 def _winner(entries: list[_Entry]) -> Winner:
     compared = _latest_of_each(_comparable(entries))
-    ranked = sorted(compared, key=lambda entry: (entry.time.time_us, _preference(entry)))
-    tied = [entry for entry in ranked if _ties(ranked[0], entry)]
+    units_us = _units_us(compared)
+    ranked = sorted(
+        compared, key=lambda entry: (entry.time.time_us / units_us[entry.candidate_key], _preference(entry))
+    )
+    tied = [entry for entry in ranked if _ties(ranked[0], entry, units_us)]
     best = min(tied, key=_preference)
     runner_up = next((entry for entry in ranked if entry is not best), None)
     record = best.record
@@ -208,6 +230,7 @@ def _winner(entries: list[_Entry]) -> Winner:
         time_us=best.time.time_us,
         time_us_min=best.time.time_us_min,
         time_us_max=best.time.time_us_max,
+        reference_us=best.time.reference_us,
         registers=record.registers,
         shared_bytes=record.shared_bytes,
         spill_bytes=record.spill_bytes,

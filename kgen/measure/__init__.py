@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -20,43 +19,9 @@ from kgen.family import Point
 from kgen.measure.job import Job, JobResult, LoadedResources, MeasureLimits, PointDrop, key_of
 from kgen.measure.process import WORKER_COMMAND, WorkerError, WorkerProcess
 from kgen.measure.timing import ESTIMATE_REPLAYS, REPEATS, BestTimes, Canary, interleaved, summarise
-from kgen.records import DeviceFingerprint, PointTime, Status
+from kgen.measure.trial import Trial
+from kgen.records import DeviceFingerprint
 from kgen.targets import Target
-
-
-@dataclass
-class _Trial:
-    """What is known of a job while its batch runs."""
-
-    job: Job
-    status: Status = "ok"
-    reason: str = ""
-    times: list[PointTime] = field(default_factory=list)
-    dropped: list[PointDrop] = field(default_factory=list)
-    relative_error: float | None = None
-    resources: LoadedResources | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self.status == "ok"
-
-    def fail(self, status: Status, reason: str) -> None:
-        self.status, self.reason = status, reason
-
-    def result(self) -> JobResult:
-        status: Any = self.status
-        reason = self.reason
-        if self.alive and self.dropped and not self.times:
-            status, reason = "dropped", self.dropped[0].reason
-        return JobResult(
-            self.job,
-            status,
-            reason,
-            times=tuple(self.times) if self.alive else (),
-            dropped=tuple(self.dropped),
-            relative_error=self.relative_error,
-            resources=self.resources,
-        )
 
 
 class DeviceEvaluator:
@@ -86,6 +51,7 @@ class DeviceEvaluator:
         self._canary = Canary()
         self._worker: WorkerProcess | None = None
         self._ready: set[str] = set()
+        self._trusted: set[str] = set()
         self._fingerprint: DeviceFingerprint | None = None
 
     def __enter__(self) -> DeviceEvaluator:
@@ -112,61 +78,77 @@ class DeviceEvaluator:
 
     def check(self, job: Job) -> JobResult:
         """Load a job and validate it on the device; nothing is timed."""
-        trial = _Trial(job)
+        trial = Trial(job)
         self._prove(trial)
         self._forget(job)
-        return trial.result()
+        return trial.result({})
 
-    def evaluate(self, jobs: Sequence[Job], points: Sequence[Point], keep: Collection[str] = ()) -> list[JobResult]:
-        """Prove every job, then time the right ones at every point, dropping those that a quick estimate rules out.
+    def evaluate(self, jobs: Sequence[Job], points: Sequence[Point], reference: Job | None = None) -> list[JobResult]:
+        """Prove every job, then time the right ones at every point in interleaved rounds, the reference in each round.
 
-        Jobs named in ``keep`` (the default, the incumbent) are never dropped. When the canary drifts, every
-        result of the batch is ``device_degraded`` and later calls raise DeviceError.
+        A quick estimate rules a job out at points where it is far too slow, but never the reference, which need not be
+        among the jobs; then it is proven and confirmed in the first batch only. The results, one a job, hold its times
+        beside theirs. When the canary drifts, every result is ``device_degraded`` and later calls raise DeviceError.
         """
+        trials = [Trial(job) for job in jobs]
+        batch = list(trials)
+        if reference is not None and reference not in jobs:
+            batch.insert(0, Trial(reference, trusted=reference.name in self._trusted))
+        beside = next((trial for trial in batch if trial.job == reference), None)
 
-        def measure(trials: Sequence[_Trial]) -> None:
+        def measure() -> None:
             for point in points:
-                self._time(self._drop(trials, point, keep), point, REPEATS)
-                self._leave(trials, point)
+                self._time(self._drop(batch, point, beside), point, REPEATS)
+                self._leave(batch, point)
 
-        return self._batch(jobs, measure)
+        self._batch(batch, measure)
+        if beside is not None:
+            (self._trusted.add if beside.alive else self._trusted.discard)(beside.job.name)
+        return [trial.result(beside.times_us() if beside is not None else {}) for trial in trials]
 
-    def time_candidates(self, jobs: Sequence[Job], point: Point, repeats: int = REPEATS) -> list[JobResult]:
-        """Prove and time jobs at one point in interleaved rounds, dropping none: the finals."""
+    def time_candidates(
+        self, jobs: Sequence[Job], point: Point, repeats: int = REPEATS, reference: str = ""
+    ) -> list[JobResult]:
+        """Prove and time jobs at one point in interleaved rounds, dropping none: the finals.
 
-        def measure(trials: Sequence[_Trial]) -> None:
+        ``reference`` names the job whose times the results hold beside their own.
+        """
+        trials = [Trial(job) for job in jobs]
+
+        def measure() -> None:
             self._time(trials, point, repeats)
             self._leave(trials, point)
 
-        return self._batch(jobs, measure)
+        self._batch(trials, measure)
+        beside = next((trial.times_us() for trial in trials if trial.job.name == reference), {})
+        return [trial.result(beside) for trial in trials]
 
-    def _batch(self, jobs: Sequence[Job], measure: Callable[[Sequence[_Trial]], None]) -> list[JobResult]:
+    def _batch(self, trials: Sequence[Trial], measure: Callable[[], None]) -> None:
         """Prove the jobs and measure them, between two canaries."""
         if self.degraded:
             raise DeviceError(
                 "device", "is degraded", seen=self.degraded, remedy="stop other work on it, let it cool, start again"
             )
-        trials = [_Trial(job) for job in jobs]
         degraded = self._canary_says()
         if not degraded:
             for trial in trials:
-                self._prove(trial)
-            measure(trials)
-            for job in jobs:
-                self._forget(job)
+                if not trial.trusted:
+                    self._prove(trial)
+            measure()
+            for trial in trials:
+                self._forget(trial.job)
             degraded = self._canary_says()
         if degraded:
             self.degraded = degraded
             for trial in trials:
                 trial.fail("device_degraded", degraded)
-        return [trial.result() for trial in trials]
 
     def _canary_says(self) -> str:
         """What is wrong with the device; empty if nothing."""
         with self._study():
             return self._canary.degraded(self._request("canary", self.limits.canary_s))
 
-    def _prove(self, trial: _Trial) -> None:
+    def _prove(self, trial: Trial) -> None:
         with self._attempt(trial):
             self._load(trial)
             verdict = self._request("check", self.limits.check_s, name=trial.job.name)
@@ -174,9 +156,9 @@ class DeviceEvaluator:
             if not verdict["ok"]:
                 trial.fail("wrong_result", verdict["reason"])
 
-    def _drop(self, trials: Sequence[_Trial], point: Point, keep: Collection[str]) -> list[_Trial]:
-        """The trials that are worth timing at a point, by a quick estimate of each."""
-        estimates: list[tuple[_Trial, float]] = []
+    def _drop(self, trials: Sequence[Trial], point: Point, keep: Trial | None) -> list[Trial]:
+        """The trials that are worth timing at a point, by a quick estimate of each; ``keep`` always is."""
+        estimates: list[tuple[Trial, float]] = []
         for trial in [trial for trial in trials if trial.alive]:
             with self._attempt(trial):
                 estimate_us = statistics.median(self._sample(trial, point, ESTIMATE_REPLAYS))
@@ -185,13 +167,13 @@ class DeviceEvaluator:
         remaining = []
         for trial, estimate_us in estimates:
             reason = self.best.drop_reason(_best_key(trial.job, point), estimate_us)
-            if reason and trial.job.name not in keep:
+            if reason and trial is not keep:
                 trial.dropped.append(PointDrop(dict(point), estimate_us, reason))
             else:
                 remaining.append(trial)
         return remaining
 
-    def _time(self, trials: Sequence[_Trial], point: Point, repeats: int) -> None:
+    def _time(self, trials: Sequence[Trial], point: Point, repeats: int) -> None:
         """Time the trials in turn, ``repeats`` times each, and check what the timed launches computed."""
         samples: list[list[float]] = [[] for _ in trials]
         for index in interleaved(len(trials), repeats):
@@ -203,8 +185,11 @@ class DeviceEvaluator:
                 with self._attempt(trial):
                     self._finish(trial, point, samples_us)
 
-    def _finish(self, trial: _Trial, point: Point, samples_us: Sequence[float]) -> None:
+    def _finish(self, trial: Trial, point: Point, samples_us: Sequence[float]) -> None:
         """Note a trial's time at a point, if the launches that were timed computed the right thing."""
+        if trial.trusted:
+            trial.times.append(summarise(point, samples_us))
+            return
         self._arm(trial, point)
         verdict = self._request("confirm", self.limits.check_s, name=trial.job.name, point=dict(point))
         if not verdict["ok"]:
@@ -214,7 +199,7 @@ class DeviceEvaluator:
         trial.times.append(timed)
         self.best.note(_best_key(trial.job, point), timed.time_us)
 
-    def _sample(self, trial: _Trial, point: Point, replays: int) -> list[float]:
+    def _sample(self, trial: Trial, point: Point, replays: int) -> list[float]:
         self._arm(trial, point)
         name = trial.job.name
         samples: list[float] = self._request(
@@ -222,7 +207,7 @@ class DeviceEvaluator:
         )
         return samples
 
-    def _arm(self, trial: _Trial, point: Point) -> None:
+    def _arm(self, trial: Trial, point: Point) -> None:
         """Have the worker ready to time a trial at a point, whatever it lost before."""
         self._load(trial)
         job, key = trial.job, _arm_key(trial.job, point)
@@ -234,7 +219,7 @@ class DeviceEvaluator:
             self._request("arm", self.limits.load_s, name=job.name, point=dict(point))
             self._ready.add(key)
 
-    def _load(self, trial: _Trial) -> None:
+    def _load(self, trial: Trial) -> None:
         self._open()
         key = key_of("load", trial.job.name)
         if key not in self._ready:
@@ -242,7 +227,7 @@ class DeviceEvaluator:
             trial.resources = LoadedResources(**resources)
             self._ready.add(key)
 
-    def _leave(self, trials: Sequence[_Trial], point: Point) -> None:
+    def _leave(self, trials: Sequence[Trial], point: Point) -> None:
         """Give back what arming took."""
         for trial in trials:
             key = _arm_key(trial.job, point)
@@ -271,7 +256,7 @@ class DeviceEvaluator:
         return self._worker.request(operation, timeout_s, **arguments)
 
     @contextmanager
-    def _attempt(self, trial: _Trial) -> Iterator[None]:
+    def _attempt(self, trial: Trial) -> Iterator[None]:
         """Do the body; its failure is the trial's, not the batch's."""
         try:
             yield

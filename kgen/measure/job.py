@@ -66,11 +66,12 @@ class LoadedResources:
 
 @dataclass(frozen=True)
 class PointDrop:
-    """A point at which a job was not timed to the end, with its quick estimate."""
+    """A point at which a job was not timed to the end, with its quick estimate, and the reference's time."""
 
     point: Mapping[str, int]
     estimate_us: float
     reason: str
+    reference_us: float | None = None
 
 
 @dataclass(frozen=True)

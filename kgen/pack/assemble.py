@@ -36,9 +36,6 @@ from kgen.spec import Spec
 from kgen.targets import Target
 from kgen.validate import validate_in_emulator
 
-COMPILE_LIMIT_S = 300.0
-"""CUDA version and Linux driver that first know compute capability 12.x (CUDA 12.8 release notes)."""
-
 OnProof = Callable[[int, int, str], None]
 
 
@@ -145,9 +142,7 @@ def _build(selection: Selection, toolchain: Toolchain, cache_dir: Path, jobs: in
     built = {}
     for arch, variants in sources.items():
         texts = [variant.source for variant in variants.values()]
-        results = build(
-            texts, arch=arch, toolchain=toolchain, cache_dir=cache_dir, jobs=jobs, timeout_s=COMPILE_LIMIT_S
-        )
+        results = build(texts, arch=arch, toolchain=toolchain, cache_dir=cache_dir, jobs=jobs)
         for result in results:
             if result.status != "ok":
                 raise BuildError(result.source.name, f"does not build for {arch}: {result.status}", seen=result.reason)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kgen.canonical import canonical_json, key_text
 from kgen.db import TuningDatabase, Winner, winners
+from kgen.db.reject import rejected, rejected_error
 from kgen.errors import InputError
 from kgen.family import Candidate, Layout
 from kgen.records import TrialRecord
@@ -35,7 +36,7 @@ class Selection:
     """The variants by name, and the dispatch tables by target and layout that name them."""
 
     def __init__(self, spec: Spec, db: TuningDatabase) -> None:
-        self.spec, self._db = spec, db
+        self.spec, self._db, self._rejected = spec, db, rejected(db)
         self.variants: dict[str, Variant] = {}
         self.tables: dict[str, dict[str, PackedLayout]] = {}
         self.unproven: list[tuple[str, str, str]] = []
@@ -115,8 +116,13 @@ class Selection:
     def _variant(
         self, role: Role, candidate: Candidate, layout_name: str, target: Target, proofs: Mapping[str, Proof]
     ) -> str:
-        """The name of a candidate's variant, which is made, or is marked for this layout and target too."""
+        """The name of a candidate's variant, which is made, or is marked for this layout and target too.
+
+        InputError for the default or the oracle where its source is rejected; a winner's never is.
+        """
         source = self._render(candidate, self.spec.layout(layout_name))
+        if rejection := self._rejected.get(source.sha256):
+            raise rejected_error(f"{role} candidate of {self.spec.label}", rejection)
         name = variant_name(self.spec.family.label(candidate), candidate, source)
         variant = self.variants.setdefault(name, Variant(name, role, dict(candidate), source))
         variant.targets[target.name] = target

@@ -12,7 +12,7 @@ from kgen.build.toolchain import Toolchain
 from kgen.db import TuningDatabase
 from kgen.errors import KgenError, PackError
 from kgen.family import find_family
-from kgen.pack.assemble import COMPILE_LIMIT_S, select
+from kgen.pack.assemble import select
 from kgen.pack.writer import foreign_files
 from kgen.render import Source, render
 from kgen.resources import find_spec
@@ -183,9 +183,7 @@ def _rebuild(pack: Pack, arch: str, toolchain: Toolchain, jobs: int) -> tuple[in
     names = [name for name, source in manifest.sources.items() if arch in source.cubins]
     sources = [packed_source(pack, name) for name in names]
     with tempfile.TemporaryDirectory(prefix="kgen-verify.") as folder:
-        results = build(
-            sources, arch=arch, toolchain=toolchain, cache_dir=Path(folder), jobs=jobs, timeout_s=COMPILE_LIMIT_S
-        )
+        results = build(sources, arch=arch, toolchain=toolchain, cache_dir=Path(folder), jobs=jobs)
     problems = []
     for name, result in zip(names, results, strict=True):
         if result.sha256 != manifest.sources[name].cubins[arch].sha256:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 EMULATED_SMS = 2
 """SMs that launch plans for the emulator are made for: enough to split the KV range, few enough to be quick."""
-BUILD_LIMIT_S = 300.0
 
 
 class Backend(Protocol):
@@ -131,7 +130,6 @@ class EmulatorBackend:
             toolchain=find_toolchain(EMULATOR),
             cache_dir=self._cache_dir,
             jobs=2,
-            timeout_s=BUILD_LIMIT_S,
         ):
             if result.path is None:
                 raise BuildError(result.source.name, "does not compile for the emulator", seen=result.reason)

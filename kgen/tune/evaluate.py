@@ -1,33 +1,24 @@
-"""One candidate's trial: compiled, then modelled without a GPU, or proven and timed on one."""
+"""One candidate's trial, and how it is made without a GPU: compiled, then modelled."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import kgen
-from kgen.build import NVCC_FLAGS, BuildResult, build
+from kgen.build import NVCC_FLAGS, BuildResult, build_each
 from kgen.build.toolchain import Toolchain
-from kgen.canonical import canonical_json
-from kgen.device.cuda_driver import cubin_needs
 from kgen.family import Candidate, Family, Kernel, Layout, Point
-from kgen.measure import DeviceEvaluator
-from kgen.measure.job import Job, JobResult
 from kgen.model import Footprint, floor_us, predict
 from kgen.records import PROTOCOL_VERSION, DeviceFingerprint, Evidence, PointTime, Status, TrialRecord
 from kgen.render import Source
-from kgen.space import candidate_key
 from kgen.spec import Spec
 from kgen.targets import Target
-
-COMPILE_LIMIT_S = 120.0
-"""Longest compile of one candidate."""
-PROMISING = 3
-"""Candidates a workload point that a device times because the model ranks them first."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,7 @@ class Evaluator(Protocol):
         """Candidates that are worth a trial before any result is known, best first."""
 
     def evaluate(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
-        """One trial a variant, in order, each as soon as it is done."""
+        """One trial a variant of one layout, each as soon as it is done."""
 
     def finish(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
         """Trials of the finalists of one layout, measured side by side; none where that would tell nothing new."""
@@ -122,21 +113,17 @@ def blank_record(study: Study, variant: Variant, evaluator: Evaluator) -> TrialR
 
 
 def build_all(study: Study, variants: Sequence[Variant], arch: str) -> Iterator[tuple[Variant, BuildResult]]:
-    """The variants with their sources built for ``arch``, in order.
-
-    ``jobs`` are built at a time, and given before the next are begun: no more trials than that are in flight.
-    """
-    for first in range(0, len(variants), study.jobs):
-        few = variants[first : first + study.jobs]
-        results = build(
-            [variant.source for variant in few],
-            arch=arch,
-            toolchain=study.toolchain,
-            cache_dir=study.cache_dir,
-            jobs=study.jobs,
-            timeout_s=COMPILE_LIMIT_S,
-        )
-        yield from zip(few, results, strict=True)
+    """The variants with their sources built for ``arch``, ``jobs`` at a time, each as soon as it is built."""
+    sharing: dict[str, list[Variant]] = defaultdict(list)
+    for variant in variants:
+        sharing[variant.source.sha256].append(variant)
+    sources = [variant.source for variant in variants]
+    with closing(
+        build_each(sources, arch=arch, toolchain=study.toolchain, cache_dir=study.cache_dir, jobs=study.jobs)
+    ) as results:
+        for result in results:
+            for variant in sharing[result.source.sha256]:
+                yield variant, result
 
 
 def not_built(record: TrialRecord, result: BuildResult) -> TrialRecord:
@@ -165,7 +152,7 @@ class ModelEvaluator:
         yield from ()
 
     def evaluate(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
-        """One modelled trial a variant; sources that are not built yet are built first, ``jobs`` at a time."""
+        """One modelled trial a variant, as soon as its source is built."""
         for variant, result in build_all(self._study, variants, self.arch):
             yield self._trial(variant, result)
 
@@ -226,101 +213,16 @@ def floors_us(study: Study, layout: Layout) -> tuple[float, ...]:
 
 
 def score(study: Study, record: TrialRecord) -> float | None:
-    """The weighted geometric mean over the workload of time / floor, lower is better; None for a failed trial."""
+    """The weighted geometric mean over the workload of time / reference, lower is better; None for a failed trial.
+
+    The reference is what was timed in the same rounds; where nothing was, it is the target's floor.
+    """
     if record.status != "ok":
         return None
-    floors = floors_us(study, record.layout)
-    weighted = zip(study.spec.workload.points, record.times, floors, strict=True)
-    return math.exp(sum(item.weight * math.log(time.time_us / floor) for item, time, floor in weighted))
-
-
-class DeviceTrials:
-    """Proves and times candidates on a GPU, whose target is ``own``; where that is not the study's, as a proxy."""
-
-    name: Literal["device"] = "device"
-
-    def __init__(self, study: Study, measure: DeviceEvaluator, own: Target) -> None:
-        self._study, self._measure, self._own, self.arch = study, measure, own, own.nvcc_arch
-        self.evidence: Evidence = "measured" if self.arch == study.target.nvcc_arch else "proxy"
-        self.device: DeviceFingerprint | None = measure.fingerprint
-
-    def promising(self, variants: Iterable[Variant]) -> list[Candidate]:
-        """The `PROMISING` fastest at any point in the eyes of the model, those of most points first."""
-        model = ModelEvaluator(replace(self._study, target=self._own))
-        modelled = [trial for trial in model.evaluate(list(variants)) if trial.status == "ok"]
-        chosen: Counter[str] = Counter()
-        for place in range(len(self._study.points)):
-            modelled.sort(key=lambda trial: (trial.times[place].time_us, candidate_key(trial.candidate)))
-            chosen.update(candidate_key(trial.candidate) for trial in modelled[:PROMISING])
-        by_key = {candidate_key(trial.candidate): trial.candidate for trial in modelled}
-        return [by_key[key] for key, _ in sorted(chosen.items(), key=lambda item: (-item[1], item[0]))]
-
-    def evaluate(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
-        """One trial a variant. The default is timed in full even where a quick estimate rules it out.
-
-        The oracle is proven and not timed: it would take longer than all the others together, and never wins.
-        """
-        for variant, result in build_all(self._study, variants, self.arch):
-            record = blank_record(self._study, variant, self)
-            if result.status != "ok":
-                yield not_built(record, result)
-                continue
-            job = self._job(variant, result)
-            if variant.candidate == self._study.spec.oracle:
-                yield self._trial(record, result, [self._measure.check(job)])
-                continue
-            keep = {job.name} if variant.candidate == self._study.spec.default else set()
-            (found,) = self._measure.evaluate([job], self._study.points, keep)
-            yield self._trial(record, result, [found])
-
-    def finish(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
-        """The finalists in interleaved rounds at every point."""
-        finalists = list(build_all(self._study, variants, self.arch))
-        jobs = [self._job(variant, result) for variant, result in finalists]
-        rounds = [self._measure.time_candidates(jobs, point) for point in self._study.points]
-        for index, (variant, result) in enumerate(finalists):
-            yield self._trial(blank_record(self._study, variant, self), result, [found[index] for found in rounds])
-
-    def _job(self, variant: Variant, result: BuildResult) -> Job:
-        return Job(
-            name=f"{variant.layout_name} {candidate_key(variant.candidate)}",
-            family=self._study.family.name,
-            candidate=variant.candidate,
-            layout=variant.layout,
-            cubin_path=str(result.path),
-            cubin_sha256=result.sha256,
-            tolerances=self._study.spec.tolerances,
-            minimum_cuda=cubin_needs(self.arch, self._study.toolchain.nvcc_version)[0],
-        )
-
-    def _trial(self, record: TrialRecord, result: BuildResult, found: Sequence[JobResult]) -> TrialRecord:
-        main = result.source.entries[0]
-        taken = result.resources[main]
-        errors = [item.relative_error for item in found if item.relative_error is not None]
-        loaded = next((item.resources for item in found if item.resources is not None), None)
-        record = replace(
-            record,
-            registers=taken.registers,
-            shared_bytes=loaded.shared_bytes if loaded else None,
-            spill_bytes=taken.spill_store_bytes + taken.spill_load_bytes,
-            blocks_per_sm=loaded.blocks_per_sm if loaded else None,
-            checked_on="device" if errors else "",
-            relative_error=max(errors, default=None),
-        )
-        failed = next((item for item in found if item.status not in ("ok", "dropped")), None)
-        if failed is not None:
-            return replace(record, status=cast("Status", failed.status), reason=failed.reason)
-        return replace(record, status="ok", times=self._times(found))
-
-    def _times(self, found: Sequence[JobResult]) -> tuple[PointTime, ...]:
-        """In the order of the points; one that was dropped is represented by its estimate, without samples."""
-        if not any(item.times or item.dropped for item in found):
-            return ()
-        timed = {canonical_json(time.point): time for item in found for time in item.times}
-        for drop in (drop for item in found for drop in item.dropped):
-            estimate = PointTime(dict(drop.point), drop.estimate_us, drop.estimate_us, drop.estimate_us)
-            timed.setdefault(canonical_json(drop.point), estimate)
-        return tuple(timed[canonical_json(dict(point))] for point in self._study.points)
+    beside = [time.reference_us for time in record.times if time.reference_us is not None]
+    units_us = beside if len(beside) == len(record.times) else floors_us(study, record.layout)
+    weighted = zip(study.spec.workload.points, record.times, units_us, strict=True)
+    return math.exp(sum(item.weight * math.log(time.time_us / unit_us) for item, time, unit_us in weighted))
 
 
 def _no_block(kernel: Kernel, result: BuildResult) -> str:

@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from kgen.build.toolchain import Toolchain
 from kgen.family import Candidate, Family, Tolerance
 from kgen.records import TrialRecord
 from kgen.space import candidate_key
-from kgen.tune.evaluate import COMPILE_LIMIT_S, Study, Variant
+from kgen.tune.evaluate import Study, Variant
 from kgen.validate import Verdict, validate_in_emulator
 
 MIN_GAIN = 0.01
@@ -110,7 +110,7 @@ def prove(
     variants: Mapping[SourceKey, tuple[Variant, int]],
     on_proof: Callable[[SourceKey, Proof], None],
 ) -> None:
-    """Prove each variant, given with its resident blocks, in a process of its own; ``on_proof`` is called in order.
+    """Prove each variant, given with its resident blocks, in a process of its own; ``on_proof`` hears of each at once.
 
     A process that dies takes its own proof with it, not the run.
     """
@@ -118,9 +118,9 @@ def prove(
     tasks = {key: _task(study, variant, resident) for key, (variant, resident) in variants.items()}
     pool = _pool(study.jobs)
     try:
-        futures = {key: pool.submit(task.run) for key, task in tasks.items()}
-        for key, future in futures.items():
-            on_proof(key, _outcome(tasks[key], future))
+        futures = {pool.submit(task.run): key for key, task in tasks.items()}
+        for future in as_completed(futures):
+            on_proof(futures[future], _outcome(tasks[futures[future]], future))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -167,7 +167,6 @@ def _build_for_emulator(study: Study, variants: Sequence[Variant]) -> None:
         toolchain=study.toolchain,
         cache_dir=study.cache_dir,
         jobs=study.jobs,
-        timeout_s=COMPILE_LIMIT_S,
     )
 
 

@@ -44,7 +44,8 @@ class TuneReport:
     """How a run ended.
 
     ``statuses`` counts its trials, reused ones too, as they were judged; ``new_trials`` were not in the database
-    before. ``floors_us`` are by layout name, in the order of the workload's points.
+    before. ``floors_us``, and the default candidate's times (none where it failed), are by layout name, in the order of
+    the workload's points.
     """
 
     target: str
@@ -53,6 +54,7 @@ class TuneReport:
     why: str
     winners: tuple[Winner, ...]
     floors_us: Mapping[str, tuple[float, ...]]
+    default_us: Mapping[str, tuple[float, ...]]
     statuses: Mapping[str, int]
     new_trials: int
     interrupted: bool

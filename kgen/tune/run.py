@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from kgen.canonical import canonical_json
 from kgen.db import TuningDatabase
+from kgen.db.reject import rejected, rejected_error
 from kgen.db.winners import Winner, device_key, winners
 from kgen.family import Candidate
 from kgen.records import PROTOCOL_VERSION, TrialRecord
@@ -49,10 +50,31 @@ class Run:
         self._study, self._evaluator, self._database, self._listener = study, evaluator, database, listener
         self._sources: dict[bytes, Source] = {}
         self._memory = _Memory({}, {}, {})
+        self._rejected = rejected(database)
         self._variants: dict[tuple[str, str], Variant] = {}
         self.statuses: Counter[str] = Counter()
         self.new_trials = 0
         self._remember()
+
+    def without_rejected(self, spaces: Mapping[str, Space], tries: Sequence[Candidate]) -> dict[str, Space]:
+        """The spaces by layout, without the candidates whose sources are rejected.
+
+        Raises InputError where that is one which must be tried: the default, the oracle, or one of ``tries``.
+        """
+        if not self._rejected:
+            return dict(spaces)
+        spec, left = self._study.spec, {}
+        for name, space in spaces.items():
+            for candidate in (spec.default, spec.oracle, *tries):
+                if rejection := self._rejected.get(self._rendered(name, candidate, 0).source.sha256):
+                    raise rejected_error(f"candidate {candidate_key(candidate)} of {spec.label}", rejection)
+            kept = [
+                candidate
+                for candidate in space.candidates
+                if self._rendered(name, candidate, 0).source.sha256 not in self._rejected
+            ]
+            left[name] = replace(space, candidates=tuple(kept))
+        return left
 
     def search_and_settle(self, spaces: Mapping[str, Space], options: TuneOptions, started: float) -> tuple[bool, bool]:
         """Search each layout in its share of the time, then settle the winners.
@@ -90,6 +112,12 @@ class Run:
             arch=self._study.target.nvcc_arch,
             sources={source for _, source in places},
         )
+
+    def default_us(self, layout_name: str) -> tuple[float, ...]:
+        """The default candidate's times at the workload's points; empty where it was not tried, or failed."""
+        default = self._rendered(layout_name, self._study.spec.default, 0)
+        record = self._memory.judged.get(_key(default))
+        return tuple(time.time_us for time in record.times) if record is not None else ()
 
     def _remember(self) -> None:
         study = self._study
@@ -146,9 +174,10 @@ class Run:
     def _judge(self, variants: Sequence[Variant]) -> list[TrialRecord]:
         """The variants' trials in order: found in the database, else made and recorded one by one."""
         missing = [variant for variant in variants if _key(variant) not in self._memory.judged]
-        for variant, record in zip(missing, self._evaluator.evaluate(missing) if missing else (), strict=True):
-            self._record(variant.layout_name, record)
-            self._memory.judged.setdefault(_key(variant), record)
+        for record in self._evaluator.evaluate(missing) if missing else ():
+            self._record(record.layout_name, record)
+            key = record.layout_name, candidate_key(record.candidate), record.source_sha256
+            self._memory.judged.setdefault(key, record)
         records = [self._memory.judged[_key(variant)] for variant in variants]
         for record in records:
             self.statuses[record.status] += 1

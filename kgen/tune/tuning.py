@@ -14,7 +14,8 @@ from kgen.device.cuda_driver import device_count
 from kgen.errors import DeviceError, InputError
 from kgen.measure import DeviceEvaluator
 from kgen.space import check_candidate, enumerate_space
-from kgen.tune.evaluate import DeviceTrials, Evaluator, ModelEvaluator, Study, floors_us
+from kgen.tune.device_trials import DeviceTrials
+from kgen.tune.evaluate import Evaluator, ModelEvaluator, Study, floors_us
 from kgen.tune.report import Listener, TuneOptions, TuneReport
 from kgen.tune.run import Run
 
@@ -48,6 +49,7 @@ def tune(options: TuneOptions, listener: Listener) -> TuneReport:
         )
         evaluator = _make_evaluator(study, device_arch, stack)
         run = Run(study, evaluator, database, listener)
+        spaces = run.without_rejected(spaces, options.tries)
         trials = sum(min(options.trials, len(space.candidates)) + 1 for space in spaces.values())
         listener.started(trials, evaluator.name, why)
         interrupted, spent = run.search_and_settle(spaces, options, started)
@@ -58,6 +60,7 @@ def tune(options: TuneOptions, listener: Listener) -> TuneReport:
             why=why,
             winners=tuple(winner for name in layouts for winner in run.winners(name) if winner.checked_on),
             floors_us={name: floors_us(study, spec.layout(name)) for name in layouts},
+            default_us={name: run.default_us(name) for name in layouts},
             statuses=dict(sorted(run.statuses.items())),
             new_trials=run.new_trials,
             interrupted=interrupted,

@@ -213,14 +213,11 @@ def validate_in_emulator(
     cache_dir: Path,
     target_sms: int,
     resident_blocks: int,
-    timeout_s: float = 300.0,
     cases: Sequence[Case] | None = None,
     seeds: Sequence[int] = (0, 1),
 ) -> Verdict:
     """Build one source for the emulator and validate it; a failed build is a failed verdict with its log's error."""
-    (built,) = build(
-        [source], arch="emulator", toolchain=toolchain, cache_dir=cache_dir, jobs=1, timeout_s=timeout_s
-    )  # fmt: skip
+    (built,) = build([source], arch="emulator", toolchain=toolchain, cache_dir=cache_dir, jobs=1)
     if built.path is None:
         return Verdict(False, (), None, f"{source.name} for the emulator: {built.status}: {built.reason}")
     launcher = EmulatorLauncher(EmulatedModule(built.path))

@@ -1,4 +1,4 @@
-"""Timing a pack's kernels on a GPU: what it dispatches to, beside its default."""
+"""Timing a pack's kernels on a GPU: what it dispatches to, beside its default; then the kernels of others."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ BenchCall = tuple[str, "Point"]
 class Row:
     """One timed call. Times are medians in microseconds, ``floor_us`` what the device's memory and mma rates allow.
 
+    ``intensity`` is operations a byte, of the least that has to be moved.
     ``relative_error`` is of what the timed launches computed (relative L2, against the float64 reference).
     """
 
@@ -42,6 +43,7 @@ class Row:
     floor_us: float
     gb_s: float
     tflop_s: float
+    intensity: float
     relative_error: float
     registers: int
     shared_bytes: int
@@ -111,6 +113,7 @@ def _row(spec: Spec, target: Target, layout_name: str, point: Point, how: str, r
         floor_us=floor_us(target, flop=work.flop, bytes_moved=work.bytes),
         gb_s=work.bytes / time.time_us / 1e3,
         tflop_s=work.flop / time.time_us / 1e6,
+        intensity=work.flop / work.bytes,
         relative_error=time.relative_error,
         registers=resources.registers,
         shared_bytes=resources.shared_bytes,
