@@ -12,9 +12,10 @@
 4. Of a candidate tried more than once in the group, the latest trial counts.
 5. Where all of the group were timed beside the same reference, in the same rounds, candidates are compared by their
    time over the reference's, which a clock that drifts between batches does not change; else by their time.
-6. The fastest candidate ties with every candidate whose fastest sample is no slower than its median; modelled, with
-   every one within 1 %. Of tied candidates the winner does not spill, then has the least shared memory, then the
-   fewest registers (unknown counts as most), then the smaller candidate key.
+6. A candidate whose registers spill wins only where every one does: a spill grows with the next compiler, or chip.
+7. The fastest candidate ties with every candidate whose fastest sample is no slower than its median; modelled, with
+   every one within 1 %. Of tied candidates the winner has the least shared memory, then the fewest registers (unknown
+   counts as most), then the smaller candidate key.
 """
 
 from __future__ import annotations
@@ -197,11 +198,14 @@ def _ties(fastest: _Entry, other: _Entry, units_us: Mapping[str, float]) -> bool
     return other.time.time_us_min / units_us[other.candidate_key] <= least
 
 
-def _preference(entry: _Entry) -> tuple[bool, float, float, str]:
+def _without_spills(entries: list[_Entry]) -> list[_Entry]:
+    return [entry for entry in entries if not entry.record.spill_bytes] or entries
+
+
+def _preference(entry: _Entry) -> tuple[float, float, str]:
     record = entry.record
     unknown = float("inf")
     return (
-        bool(record.spill_bytes),
         unknown if record.shared_bytes is None else record.shared_bytes,
         unknown if record.registers is None else record.registers,
         entry.candidate_key,
@@ -209,7 +213,7 @@ def _preference(entry: _Entry) -> tuple[bool, float, float, str]:
 
 
 def _winner(entries: list[_Entry]) -> Winner:
-    compared = _latest_of_each(_comparable(entries))
+    compared = _without_spills(_latest_of_each(_comparable(entries)))
     units_us = _units_us(compared)
     ranked = sorted(
         compared, key=lambda entry: (entry.time.time_us / units_us[entry.candidate_key], _preference(entry))

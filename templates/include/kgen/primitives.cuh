@@ -146,7 +146,8 @@ KGEN_DEVICE void named_barrier_arrive(int id, int threads) {
 KGEN_DEVICE bool named_barrier_any(int id, int threads, bool predicate) {
   int any;
   asm volatile(
-      "{\n.reg .pred mine, all;\nsetp.ne.b32 mine, %3, 0;\nbar.red.or.pred all, %1, %2, mine;\nselp.b32 %0, 1, 0, all;\n}"
+      "{\n.reg .pred mine, all;\nsetp.ne.b32 mine, %3, 0;\n"
+      "bar.red.or.pred all, %1, %2, mine;\nselp.b32 %0, 1, 0, all;\n}"
       : "=r"(any)
       : "r"(id), "r"(threads), "r"(static_cast<int>(predicate))
       : "memory");
@@ -164,7 +165,8 @@ KGEN_DEVICE float shuffle(float value, int source_lane) { return __shfl_sync(0xf
 KGEN_DEVICE int shuffle(int value, int source_lane) { return __shfl_sync(0xffffffffu, value, source_lane); }
 template <typename T>
 KGEN_DEVICE Global<T> shuffle(Global<T> value, int source_lane) {
-  return {reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(value.pointer), source_lane))};
+  const auto bits = reinterpret_cast<unsigned long long>(value.pointer);
+  return {reinterpret_cast<T*>(__shfl_sync(0xffffffffu, bits, source_lane))};
 }
 KGEN_DEVICE int warp_sum(int value) { return __reduce_add_sync(0xffffffffu, value); }
 // The lanes for which the predicate holds, as bits; and the lowest of them.
@@ -220,14 +222,14 @@ KGEN_DEVICE void bulk_copy(uint32_t destination, Global<T> source, int bytes, ui
                "l"(source.pointer), "r"(bytes), "r"(barrier)
                : "memory");
 }
-// The same by a warp: all lanes give the same arguments and one elected lane issues the copy. Lanes with a copy each cost
-// a loop over them.
+// The same by a warp: all lanes give the same arguments and one elected lane issues the copy. (Lanes with a copy each
+// would cost a loop over them.)
 template <typename T>
 KGEN_DEVICE void warp_bulk_copy(uint32_t destination, Global<T> source, int bytes, uint32_t barrier) {
   asm volatile(
       "{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\n"
-      "@elected cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}" ::"r"(destination),
-      "l"(source.pointer), "r"(bytes), "r"(barrier)
+      "@elected cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
+      ::"r"(destination), "l"(source.pointer), "r"(bytes), "r"(barrier)
       : "memory");
 }
 template <typename T>

@@ -6,9 +6,9 @@
 
 namespace kgen::verify_mla {
 
-// A block merges `latent / combine_parts` columns of one row, four a thread. `combine_groups` threads share a column, each
-// with every so many-th split, because a row's time is the latency of its loads: nothing here waits for a load that
-// it could have started. A row whose request was not split is done already.
+// A block merges `latent / combine_parts` columns of one row, four a thread. `combine_groups` threads share a column,
+// each with every so many-th split, because a row's time is the latency of its loads: nothing here waits for a load
+// that it could have started. A row whose request was not split is done already.
 template <typename Config>
 KGEN_DEVICE void combine(const Params& params) {
   constexpr int kInFlight = 8;

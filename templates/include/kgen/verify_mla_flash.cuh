@@ -17,11 +17,11 @@ struct Tiling {
   static constexpr int kHeadDim = Config::kLatent + Config::kRope;
   static constexpr int kGroupWarps = Config::kWarps / Config::kRowGroups;
   static constexpr int kGroupRows = Config::kTileM / Config::kRowGroups;
-  // For S, a group's warps are slices of the head dimension x parts of the keys (together: sharers) x parts of the rows.
+  // For S, a group's warps are slices of the head dimension x parts of the keys (both: sharers) x parts of the rows.
   static constexpr int kSharers = Config::kKSplit * Config::kKeySplit;
   static constexpr int kScoreParts = kGroupWarps / kSharers;
   static constexpr int kScoreRows = kGroupRows / kScoreParts;
-  // mma tiles a warp holds: of S and Q (m, n, k), and of O (m, n). Two sums of S where one is too few to hide mma latency.
+  // mma tiles a warp holds: of S and Q (m, n, k), and of O (m, n). Two sums of S where one has too few to hide latency.
   static constexpr int kScoreM = kScoreRows / 16;
   static constexpr int kScoreKeys = Config::kTileN / Config::kKeySplit;
   static constexpr int kScoreN = kScoreKeys / 8;
@@ -30,7 +30,7 @@ struct Tiling {
   static constexpr int kOutM = kGroupRows / 16;
   static constexpr int kOutColumns = Config::kLatent / kGroupWarps;
   static constexpr int kOutN = kOutColumns / 8;
-  static constexpr int kAhead = 2;
+  static constexpr int kAhead = 2;  // uses that a fragment of K or V is fetched ahead
   // Softmax: a warp owns kOwnRows rows of its part, a quad of lanes each, as the mma leaves them.
   static constexpr int kOwnRows = kScoreRows / kSharers;
   static constexpr int kOwnLanes = kOwnRows * 4;
@@ -44,8 +44,9 @@ struct Tiling {
 
   static_assert(kPacketFloats == Config::kPacketFloats, "the family and the kernel disagree");
   static_assert(kRowBytes == kHeadDim * 2 + 16, "the family and the kernel disagree");
-  static_assert(kScoreRows % 16 == 0 && kGroupRows % 16 == 0 && (kOwnRows == 2 || kOwnRows == 4 || kOwnRows == 8), "whole mma tiles and quads");
-  static_assert(kHeadDim / 16 % Config::kKSplit == 0 && kOutColumns % 32 == 0, "whole mma tiles, 64 bytes of output a quad");
+  static_assert(kScoreRows % 16 == 0 && kGroupRows % 16 == 0, "whole mma tiles");
+  static_assert(kOwnRows == 2 || kOwnRows == 4 || kOwnRows == 8, "whole quads");
+  static_assert(kHeadDim / 16 % Config::kKSplit == 0 && kOutColumns % 32 == 0, "whole mma tiles, 64 bytes a quad");
   static_assert(kScoreKeys % 16 == 0 && kFillRows * kGroupWarps == Config::kTileN, "whole rows a warp");
   static_assert(Config::kStages >= 2, "a stage is refilled while the next is used");
   static_assert(Config::kFullOffset + Config::kStages * 8 <= Config::kSharedBytes, "barriers lie inside");
@@ -130,8 +131,8 @@ struct KvRing {
   KGEN_DEVICE bool refilled(int tile) const { return tile >= 0 && tile + Config::kStages < tiles; }
   KGEN_DEVICE bool mine(int tile) const { return (tile & (Config::kRowGroups - 1)) == group; }
 
-  // The other groups tell the one that refills that they have left. A later barrier of its own tells it of its own warps;
-  // an eager refill has none.
+  // The other groups tell the one that refills that they have left. Of its own warps a later barrier tells it, which an
+  // eager refill does not have.
   KGEN_DEVICE void leave(int tile, int stage) const {
     if constexpr (Config::kRowGroups > 1) {
       if (refilled(tile) && !mine(tile)) named_barrier_arrive(kLeft + stage, T::kThreads);
@@ -210,7 +211,8 @@ KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys,
   for (int use = -T::kAhead; use < kUses; use++) {
     const int fetch = use + T::kAhead;
     if (fetch < kUses) {
-      ldmatrix_x4(k[fetch % kBuffers], keys + fetch % T::kScoreBlocks * 16 * T::kRowBytes + fetch / T::kScoreBlocks * 32);
+      const int block = fetch % T::kScoreBlocks, step = fetch / T::kScoreBlocks;
+      ldmatrix_x4(k[fetch % kBuffers], keys + block * 16 * T::kRowBytes + step * 32);
     }
     if (use < 0) continue;
     const int step = use / T::kScoreBlocks, block = use % T::kScoreBlocks;
@@ -273,8 +275,9 @@ struct ValueTile {
   }
 };
 
-// S of a part's rows, whole: every warp sends each sharer what it has of that one's rows, lane by lane as the mma left it.
-// The owner sums over the slices of the head dimension, and has the keys of every part side by side. (Itself too: that costs less than telling apart.)
+// S of a part's rows, whole: every warp sends each sharer what it has of that one's rows, lane by lane as the mma left
+// them. The owner sums over the slices of the head dimension and has the keys of every part side by side. (A warp sends
+// to itself too: that costs less than telling apart.)
 template <typename Config>
 struct ScoreExchange {
   using T = Tiling<Config>;
@@ -284,7 +287,8 @@ struct ScoreExchange {
   int received;           // and in what its warp gets from the first sender
 
   KGEN_DEVICE ScoreExchange(Shared<float> inboxes, int group, int part, int sharer) : inboxes(inboxes) {
-    const int lane = thread_index() % 32, at = group * T::kSharers * kOwnerStride + part * T::kSharers * T::kPacketFloats;
+    const int lane = thread_index() % 32;
+    const int at = group * T::kSharers * kOwnerStride + part * T::kSharers * T::kPacketFloats;
     sent = at + sharer * T::kPacketFloats + lane / T::kOwnLanes * kOwnerStride + lane % T::kOwnLanes * 4;
     received = at + sharer * kOwnerStride + lane % T::kOwnLanes * 4;
   }
@@ -327,9 +331,9 @@ struct ScoreExchange {
   KGEN_DEVICE static int key(int i) { return i / 2 * 8 + thread_index() % 4 * 2 + i % 2; }
 };
 
-// The running softmax of a quad's row: the peak that weights are relative to (base 2, scaled), and this lane's share of
-// the sum. The peak follows the largest score only when that is 2^kSlack above it: weights stay far from overflow, their
-// bf16 rounding is relative, and O is rarely rescaled.
+// The running softmax of a quad's row: the peak that weights are relative to (base 2, scaled), and this lane's share
+// of the sum. The peak follows the largest score only when that is 2^kSlack above it: weights stay far from overflow,
+// their bf16 rounding is relative, and O is rarely rescaled.
 template <typename Config>
 struct Softmax {
   using T = Tiling<Config>;
@@ -441,7 +445,8 @@ KGEN_DEVICE void flash(const Params& params) {
   if (work.splits == 0) return;
   const Request& request = work.request;
   const int place = item - work.first_item, split = divide(place, work.row_tiles);
-  const int tile_row = (place - split * work.row_tiles) * Config::kTileM, rows = request.nodes * params.heads - tile_row;
+  const int tile_row = (place - split * work.row_tiles) * Config::kTileM;
+  const int rows = request.nodes * params.heads - tile_row;
   const int64_t first_row = static_cast<int64_t>(request.first_node) * params.heads + tile_row;
   const int first_tile = work.first_tile(split), tiles = work.first_tile(split + 1) - first_tile;
 
@@ -465,7 +470,8 @@ KGEN_DEVICE void flash(const Params& params) {
   Softmax<Config> softmax{-infinity(), 0};
 
   // Fixed parts of this lane's shared addresses, and the row that it softens.
-  const uint32_t key_lane = (key_part * T::kScoreKeys + lane % 8 + lane / 16 * 8) * T::kRowBytes + (score_column + lane / 8 % 2 * 8) * 2;
+  const int key_row = key_part * T::kScoreKeys + lane % 8 + lane / 16 * 8;
+  const uint32_t key_lane = key_row * T::kRowBytes + (score_column + lane / 8 % 2 * 8) * 2;
   const uint32_t value_lane = lane % 16 * T::kRowBytes + (group_warp * T::kOutColumns + lane / 16 * 8) * 2;
   const uint32_t probability_lane =
       probabilities.address() + ((group * T::kGroupRows + lane % 16) * T::kProbabilityStride + lane / 16 * 8) * 2;
@@ -492,7 +498,7 @@ KGEN_DEVICE void flash(const Params& params) {
     const int first_key = (first_tile + tile) * Config::kTileN;
     if (first_key + Config::kTileN > request.prefix) {
       const int row = own_row < rows ? own_row : rows - 1;
-      mask_scores<Config>(params, request, (tile_row + row) / params.heads, first_key, weights);
+      mask_scores<Config>(params, request, divide(tile_row + row, params.heads), first_key, weights);
     }
     const float rescale = softmax.fold(weights);
     if (owns) {
@@ -507,13 +513,12 @@ KGEN_DEVICE void flash(const Params& params) {
     const bool rescaled = named_barrier_any(1 + group, T::kGroupWarps * 32, rescale != 1);
 
     if (rescaled) rescale_output<Config>(rescales, group * T::kGroupRows, o);
-    const int next_stage = stage + 1 < Config::kStages ? stage + 1 : 0, next_parity = next_stage == 0 ? parity ^ 1 : parity;
     value_tile.accumulate(probability_lane, o);
     ring.leave(tile, stage);
     if (Config::kEagerRefill) ring.refill(tile, stage, next_place);
     last_stage = stage;
-    stage = next_stage;
-    parity = next_parity;
+    stage = stage + 1 < Config::kStages ? stage + 1 : 0;
+    parity = stage == 0 ? parity ^ 1 : parity;
   }
 
   // Normalise: the warps that own a row hand 1 / total to those that own its columns.
@@ -531,7 +536,8 @@ KGEN_DEVICE void flash(const Params& params) {
     }
   }
   named_barrier_sync(1 + group, T::kGroupWarps * 32);
-  const Global<bf16> out = work.splits > 1 ? params.partial_out + static_cast<int64_t>(item) * Config::kTileM * Config::kLatent
+  const int64_t item_row = static_cast<int64_t>(item) * Config::kTileM;
+  const Global<bf16> out = work.splits > 1 ? params.partial_out + item_row * Config::kLatent
                                            : params.out + first_row * Config::kLatent;
   store_output<Config>(out, rescales, group * T::kGroupRows, rows, group_warp * T::kOutColumns, o);
 }

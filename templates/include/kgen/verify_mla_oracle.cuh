@@ -27,7 +27,8 @@ KGEN_DEVICE void oracle(const Params& params) {
   }
   float peak = -infinity(), total = 0;
   for (int key = 0; key < request.keys(); key++) {
-    if (key >= request.prefix && !sees_draft(params, request, token - request.first_node, key - request.prefix)) continue;
+    const int draft = key - request.prefix;
+    if (draft >= 0 && !sees_draft(params, request, token - request.first_node, draft)) continue;
     const Global<const bf16> kv = key_row<kHeadDim>(params, key_place(params, request, key));
     float k[kColumns], dot = 0;
     for (int i = 0; i < kColumns; i++) {

@@ -7,8 +7,8 @@
 
 namespace kgen::verify_mla {
 
-// The items of one request: [first_item, first_item + row_tiles * splits), row tiles fastest, so that blocks that
-// read the same rows run together.
+// The items of one request: [first_item, first_item + row_tiles * splits), row tiles fastest, so that blocks that read
+// the same KV rows run together.
 struct Work {
   Request request;
   int first_item;
@@ -22,8 +22,8 @@ struct Work {
 };
 
 KGEN_DEVICE Work uniform_work(const Work& work) {
-  return {{warp_uniform(work.request.first_node), warp_uniform(work.request.nodes), warp_uniform(work.request.first_key),
-           warp_uniform(work.request.prefix)},
+  return {{warp_uniform(work.request.first_node), warp_uniform(work.request.nodes),
+           warp_uniform(work.request.first_key), warp_uniform(work.request.prefix)},
           warp_uniform(work.first_item), warp_uniform(work.row_tiles), warp_uniform(work.key_tiles),
           warp_uniform(work.splits), warp_uniform(work.share), warp_uniform(work.longer)};
 }

@@ -9,8 +9,8 @@
 namespace kgen {
 namespace emulator {
 
-// One row a thread, one row pair an mbarrier, one a named barrier, one scratch row. Column c of a row is the last epoch of
-// party c that happened before the owner of the row. Parties are the threads, then the mbarriers (epoch
+// One row a thread, one row pair an mbarrier, one a named barrier, one scratch row. Column c of a row is the last epoch
+// of party c that happened before the owner of the row. Parties are the threads, then the mbarriers (epoch
 // p + 1 stands for the copies of phase p), then two that nobody ever knows: copies that no barrier tracks
 // yet, and the bytes of mbarrier objects.
 class Clocks {
