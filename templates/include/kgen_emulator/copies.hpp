@@ -90,6 +90,9 @@ inline void Machine::check_nothing_in_flight() {
     if (!untracked[t].empty())
       fault("missing_wait", untracked[t].front().where, remedy, wrong,
             "cp_async_16 by thread %zu, without cp_async_arrive", t);
+  for (const PendingStore& store : stores)
+    fault("missing_wait", store.where, "commit and wait with bulk_store_wait_read<0> at the end", wrong,
+          "bulk_store by thread %d from shared byte offset %u", store.thread, store.offset);
   for (const PendingCopy& copy : in_flight)
     if (!copy.parts.empty())
       fault("missing_wait", copy.where, remedy, wrong,
