@@ -137,9 +137,8 @@ class KvDefrag(Family):
     def label(self, candidate: Candidate) -> str:
         if _is_oracle(candidate):
             return "oracle"
-        return "{algorithm}_w{warps}_v{vector_bytes}_r{rows}_i{vectors}_l{layers}_s{stages}_b{blocks_per_sm}".format_map(
-            candidate
-        )
+        shape = "w{warps}_v{vector_bytes}_r{rows}_i{vectors}_l{layers}_s{stages}_b{blocks_per_sm}"
+        return f"{candidate['algorithm']}_{shape.format_map(candidate)}"
 
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
         if _is_oracle(candidate):

@@ -23,7 +23,7 @@ class KvDefragBinding(Binding):
     """
 
     rules: ClassVar[tuple[TensorRule, ...]] = (
-        TensorRule("layer_ptrs", (), ("layers",), table=True, writable=True),
+        TensorRule("layer_ptrs", (), ("layers",), table=True),
         TensorRule("src_slots", SLOT_DTYPES, ("moves",)),
         TensorRule("dst_slots", SLOT_DTYPES, ("moves",)),
         TensorRule("count", ("int32",), ("1",), optional=True),
@@ -97,5 +97,5 @@ def check_moves(source: Any, target: Any, *, slots: int, apart: bool) -> None:
         raise TensorError("dst_slots", "has a destination twice", seen=f"slot {found[times > 1][0]}")
     shared = np.intersect1d(found, source[moving]) if apart else found[:0]
     if shared.size:
-        remedy = "use a layout with moves: any"
-        raise TensorError("dst_slots", "overwrites a source of a disjoint move", seen=f"slot {shared[0]}", remedy=remedy)
+        wrong, remedy = "overwrites a source of a disjoint move", "use a layout with moves: any"
+        raise TensorError("dst_slots", wrong, seen=f"slot {shared[0]}", remedy=remedy)
