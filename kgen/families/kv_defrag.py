@@ -274,15 +274,18 @@ class KvDefrag(Family):
 
     def demand(self, candidate: Candidate, layout: Layout, point: Point, plan: Plan) -> tuple[LaunchDemand, ...]:
         moved = self.work(layout, point).bytes
-        return tuple(
-            _demand(launch, 0.0 if launch.entry == "kv_defrag_stage" else moved, plan) for launch in plan.launches
-        )
-
-
-def _demand(launch: Launch, moved_bytes: float, plan: Plan) -> LaunchDemand:
-    blocks = math.prod(launch.grid)
-    share = moved_bytes / blocks
-    return LaunchDemand(launch.entry, blocks, 1, 1, 0.0, 0.0, 0.0, 0.0, share, moved_bytes)
+        bulk = candidate["algorithm"] == "bulk"
+        syncs = float(_is_oracle(candidate))  # a warp alone waits for its loads
+        demands = []
+        for launch in plan.launches:
+            blocks = math.prod(launch.grid)
+            bytes_moved = 0.0 if launch.entry == "kv_defrag_stage" else moved  # nothing overlaps at a workload point
+            share = bytes_moved / blocks
+            through_engine = share if bulk and launch.entry == "kv_defrag_move" else 0.0
+            demands.append(
+                LaunchDemand(launch.entry, blocks, 1, 1, 0.0, 0.0, through_engine, syncs, share, bytes_moved)
+            )
+        return tuple(demands)
 
 
 def _plan_scalars(*, slices: int = 0, blocks: int = 0, stage_blocks: int = 0) -> dict[str, int]:

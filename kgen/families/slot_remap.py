@@ -208,7 +208,9 @@ class SlotRemap(Family):
     def demand(self, candidate: Candidate, layout: Layout, point: Point, plan: Plan) -> tuple[LaunchDemand, ...]:
         (launch,) = plan.launches
         work, blocks = self.work(layout, point).bytes, launch.grid[0] * launch.grid[1]
-        return (LaunchDemand(launch.entry, blocks, 1, 1, 0.0, 0.0, 0.0, 0.0, work / blocks, work),)
+        steps = -(-point["context"] // 32) if _is_oracle(candidate) else 1  # a warp alone waits for each of its loads
+        syncs = float(_is_oracle(candidate))
+        return (LaunchDemand(launch.entry, blocks, steps, 1, 0.0, 0.0, 0.0, syncs, work / blocks, work),)
 
 
 def _call_scalars(
