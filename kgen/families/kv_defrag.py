@@ -43,7 +43,6 @@ MIN_SLICE_BYTES = 128  # of a row: narrower slices would split what DRAM reads a
 REGISTER_SLACK = 24  # for addresses, indices and loops, beside the rows in flight
 DISTINCT_WORDS = 1 << 22  # random numbers drawn for a pool; a larger one repeats them
 WORD_FLOP = 64.0  # what comparing four bytes with the reference costs the host, in the terms of `sample_rows`
-GARBAGE_SLOT = 1 << 30  # stands behind the moves that count
 
 
 def integer(values: Mapping[str, Value], name: str) -> int:
@@ -206,6 +205,7 @@ class KvDefrag(Family):
             case("chain", "chain", [50], 2, 80, wide=("dst_slots",), stride_words=4),
             case("cycle", "cycle", [33, 20], 2, 60),
             case("fan_out", "mixed", [90], 2, 100, counted=False),
+            case("outside", "chain", [30], 2, 40, wide=("src_slots",), outside=True),
             case("more_than_a_block_holds", "mixed", [900], 1, 950),
             case("long_cycle", "cycle", [800, 850], 1, 900, wide=SLOT_ARRAYS),
         )
@@ -222,8 +222,9 @@ class KvDefrag(Family):
         options, rng = case.options, np.random.default_rng(seed)
         counts, slots = options["counts"], options["slots"]
         length = max(1, *counts)
-        moves = np.full((2, length), GARBAGE_SLOT, np.int64)
-        moves[:, : counts[0]] = _moves(options["pattern"], counts[0], slots, rng)
+        moves = _moves(options["pattern"], length, slots, rng)  # those behind the count must not be done
+        if options.get("outside"):
+            moves[0, ::5], moves[1, 1::5] = slots, -1
         words = integer(layout, "row_bytes") // 4 + options.get("stride_words", 0)
         shape = (options["layers"], slots, words)
         drawn = rng.integers(0, 1 << 32, min(math.prod(shape), DISTINCT_WORDS), np.uint32)
@@ -256,7 +257,8 @@ class KvDefrag(Family):
         pool = _present(inputs, "pool")
         origin = np.arange(pool.shape[1])
         source, target = (_present(inputs, name)[: case.options["counts"][0]] for name in SLOT_ARRAYS)
-        origin[target] = source  # a slot that appears twice is a target of itself alone, by definition
+        inside = (source >= 0) & (source < origin.size) & (target >= 0) & (target < origin.size)
+        origin[target[inside]] = source[inside]  # a slot that appears twice is a target of itself alone, by definition
         layer, slot = np.divmod(np.arange(pool.shape[0] * pool.shape[1]) if rows is None else rows, pool.shape[1])
         moved = pool[layer, slot].astype(np.float64)
         words = integer(layout, "row_bytes") // 4  # what lies between rows stays

@@ -1,5 +1,5 @@
 // <kgen/bulk_store.cuh> on the CPU: a store takes its bytes from shared memory when it is waited for, which is as
-// late as a GPU may, so a source that is filled again too early shows in the result.
+// late as a GPU may; until then its source must not be written.
 #pragma once
 
 #include <kgen_emulator/primitives.hpp>

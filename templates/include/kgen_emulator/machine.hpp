@@ -170,6 +170,7 @@ class Machine {
   // bulk_store.hpp
   void issue_bulk_store(uint64_t destination, uint32_t source, int bytes, Location where);
   void land_bulk_stores(int pending);
+  void check_no_store_reads(uint32_t offset, uint32_t bytes, Location where);
 
   // memory.hpp
   void check_global(uint64_t address, uint64_t bytes, uint32_t alignment, bool write, const char* what, Location where);
