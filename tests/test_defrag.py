@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
+from kgen.cli import main
 from kgen.defrag import (
     Cost,
     Plan,
@@ -20,13 +24,14 @@ from kgen.defrag import (
     plan_contiguity,
     plan_tail_compaction,
 )
+from kgen.defrag.picture import FREE, PINNED, RESERVED, SHARED, slot_colours
 from kgen.defrag.plan import make_plan
 from kgen.defrag.runs import Array, count_runs
 from kgen.errors import InputError
 
 Planner = Callable[[PoolState, Cost], Plan]
 PLANNERS: list[Planner] = [plan_tail_compaction, plan_contiguity]
-FREE = Cost(slot_bytes=1, budget_bytes=10**9, read_write_gb_s=1000.0)
+NO_LIMIT = Cost(slot_bytes=1, budget_bytes=10**9, read_write_gb_s=1000.0)
 
 
 def slots(*numbers: int) -> Array:
@@ -148,7 +153,7 @@ def test_plans_are_disjoint_within_budget_and_respect_pins(planner: Planner, sta
 @settings(max_examples=100, deadline=None)
 @given(state=pools(), steps=st.integers(0, 40))
 def test_an_interrupted_plan_leaves_every_reference_valid(planner: Planner, state: PoolState, steps: int) -> None:
-    server, plan = Server.of(state), planner(state, FREE)
+    server, plan = Server.of(state), planner(state, NO_LIMIT)
     before = server.read()
     server.steps_left = steps
     try:
@@ -163,7 +168,7 @@ def test_an_interrupted_plan_leaves_every_reference_valid(planner: Planner, stat
 @given(state=pools())
 def test_tail_compaction_without_pins_ends_with_one_free_run(state: PoolState) -> None:
     state = PoolState(state.slots, state.page_size, state.requests, state.others)
-    after = plan_tail_compaction(state, FREE).after
+    after = plan_tail_compaction(state, NO_LIMIT).after
     pages = np.unique(np.flatnonzero(state.is_used) // state.page_size).size
     assert after.end <= (pages + 1) * state.page_size
     assert after.largest_run >= (state.slots // state.page_size - 1 - pages) * state.page_size
@@ -179,7 +184,7 @@ def test_contiguity_never_makes_runs(state: PoolState, cost: Cost) -> None:
 
 def test_a_scattered_request_becomes_one_run() -> None:
     state = PoolState(20, 1, [slots(3, 9, 5), slots(1, 2)])
-    plan = plan_contiguity(state, FREE)
+    plan = plan_contiguity(state, NO_LIMIT)
     assert plan.source.tolist() == [3, 9, 5]
     assert plan.target.tolist() == [6, 7, 8], "the shortest run that holds it"
     assert plan.slot_map[[3, 9, 5, 1]].tolist() == [6, 7, 8, 1]
@@ -189,7 +194,7 @@ def test_a_scattered_request_becomes_one_run() -> None:
 def test_the_tail_goes_into_the_lowest_holes() -> None:
     state = PoolState(12, 1, [slots(1, 3, 11), slots(1, 10)], pinned=slots(9))
     plan = plan_tail_compaction(state, Cost(100, 250, 1000.0))
-    assert plan.source.tolist() == [11, 10]
+    assert plan.source.tolist() == [10, 11], "in order, though the highest is chosen first"
     assert plan.target.tolist() == [2, 4]
     assert plan.moved_bytes == 200
     assert str(plan).startswith("2 slots, 0.0 MB, 0 us (modelled); holes 2 -> 1, largest free run 5 -> 4")
@@ -197,7 +202,7 @@ def test_the_tail_goes_into_the_lowest_holes() -> None:
 
 def test_a_shared_slot_moves_once_and_every_reference_follows() -> None:
     state = PoolState(10, 1, [slots(9, 8), slots(9, 7)], [slots(9)])
-    plan = plan_tail_compaction(state, FREE)
+    plan = plan_tail_compaction(state, NO_LIMIT)
     assert sorted(plan.source.tolist()) == [7, 8, 9]
     moved = state.remapped(plan.slot_map)
     assert moved.requests[0][0] == moved.requests[1][0] == moved.others[0][0] == plan.target[plan.source == 9][0]
@@ -306,3 +311,34 @@ def test_the_allocator_refuses_by_name_and_changes_nothing(call: Callable[[SlotA
     with pytest.raises(InputError, match=reason):
         call(allocator)
     assert np.array_equal(allocator.is_free(), before)
+
+
+def test_the_demo_moves_verifies_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "slots.png"
+    words = ["defrag", "demo", "--device", "cpu", "--slots", "256", "--requests", "4", "--budget-kb", "40"]
+    assert main([*words, "--out", str(picture), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    plans = found["plans"]
+    assert len(plans) >= 3, "the budget makes several plans of it"
+    assert all(plan["moved_bytes"] <= 40_000 for plan in plans)
+    assert {plan["kind"] for plan in plans} == {"tail compaction", "contiguity"}
+    assert plans[-1]["after"]["request_runs"] < 0.7 * plans[0]["before"]["request_runs"]
+    with Image.open(picture) as drawn:
+        assert drawn.format == "PNG"
+        assert drawn.size == (2 * 64 * 8 + 24, 256 // 64 * 8)
+
+
+def test_the_demo_names_a_picture_that_cannot_be_written(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["defrag", "demo", "--device", "cpu", "--slots", "128", "--requests", "2"]
+    assert main([*words, "--out", "/nowhere/at/all.png"]) == 2
+    assert "error: /nowhere/at/all.png: cannot be written, No such file or directory" in capfd.readouterr().err
+
+
+def test_colours_tell_who_has_a_slot() -> None:
+    state = PoolState(8, 1, [slots(1, 2), slots(2, 3)], [slots(4)], slots(5))
+    colours = slot_colours(state).tolist()
+    assert colours[0] == list(RESERVED)
+    assert colours[2] == colours[4] == list(SHARED)
+    assert colours[5] == list(PINNED)
+    assert colours[6] == colours[7] == list(FREE)
+    assert colours[1] != colours[3]

@@ -118,6 +118,7 @@ EXACT, MOVE, STAGE, BULK_MOVE, PROBLEM = (
     f"include/kgen/kv_defrag_{name}.cuh" for name in ("exact", "move", "stage", "bulk", "problem")
 )
 WRONG, RACE = "relative L2 error", "race on global memory"
+THREE = BULK | {"stages": 3}
 TOO_EARLY = "shared memory is written while a bulk_store may still read it"
 MUTANTS = {
     "stores do not wait for the block's loads": Mutant(EXACT, "  block_sync();\n", "", RACE, {}),
@@ -137,7 +138,7 @@ MUTANTS = {
         BULK_MOVE, "bulk_store_wait_read<kLag - 1>();", "bulk_store_wait_read<kLag>();", TOO_EARLY, BULK | {"stages": 3}
     ),
     "a lane without a row commits no group": Mutant(
-        BULK_MOVE, "    bulk_store_commit();", "    if (bytes > 0) bulk_store_commit();", TOO_EARLY, BULK | {"stages": 3}
+        BULK_MOVE, "    bulk_store_commit();", "    if (bytes > 0) bulk_store_commit();", TOO_EARLY, THREE
     ),
     "the stores are not waited for": Mutant(
         BULK_MOVE, "  bulk_store_wait_read<0>();\n", "", "nobody had waited", BULK | {"stages": 2}

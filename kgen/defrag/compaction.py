@@ -12,7 +12,8 @@ from kgen.defrag.runs import Array, count_runs, runs_of
 def plan_tail_compaction(state: PoolState, cost: Cost) -> Plan:
     """Pages with the highest numbers into the lowest free ones, until they meet or the budget is spent.
 
-    Frees the end of the pool. A page moves whole or not at all, and its slots keep their places in it.
+    Frees the end of the pool. A page moves whole or not at all, its slots keep their places in it, and pages keep their
+    order, so that what lay together is torn apart by the holes only.
     """
     size = state.page_size
     used, movable, free = _pages(state)
@@ -22,13 +23,13 @@ def plan_tail_compaction(state: PoolState, cost: Cost) -> Plan:
     keep = holes < victims  # holes ascend and victims descend, so this is a prefix
     slots = np.cumsum(used[victims])
     keep &= slots <= cost.most_slots
-    return make_plan(state, cost, *_moved(state, victims[keep] * size, holes[keep] * size))
+    return make_plan(state, cost, *_moved(state, np.sort(victims[keep]) * size, holes[keep] * size))
 
 
 def plan_contiguity(state: PoolState, cost: Cost) -> Plan:
     """Scattered requests, those with the most runs a slot first, each into one run of free pages.
 
-    A request moves whole or not at all: it stays if a slot of its is pinned, if the budget or no free run has room for
+    A request moves whole but for its pinned pages, or not at all: it stays if the budget or no free run has room for
     it, or if requests that share its slots would get as many runs as it loses. Its old slots are free only afterwards,
     so repeated plans go further.
     """
@@ -39,7 +40,8 @@ def plan_contiguity(state: PoolState, cost: Cost) -> Plan:
     runs = [count_runs(array) for array in state.requests]
     for index in sorted(range(len(runs)), key=lambda i: (-runs[i] / max(1, state.requests[i].size), i)):
         pages = _first_seen(state.requests[index] // size)
-        if runs[index] < 2 or count_runs(pages) < 2 or not movable[pages].all() or taken[pages].any():
+        pages = pages[movable[pages]]
+        if runs[index] < 2 or count_runs(pages) < 2 or taken[pages].any():
             continue
         first = _best_run(free, pages.size)
         if first is None:
