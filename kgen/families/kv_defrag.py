@@ -40,7 +40,7 @@ SLOT_DTYPES = ("int32", "int64")
 MAX_ROW_BYTES = 1 << 20
 PIECE_BYTES = 1152  # of a shared buffer: the widest MLA row; wider rows go in several pieces
 MIN_SLICE_BYTES = 128  # of a row: narrower slices would split what DRAM reads at once
-REGISTER_SLACK = 24  # for addresses, indices and loops, beside the rows in flight
+REGISTER_SLACK = 28  # for addresses, indices and loops, beside the rows in flight
 DISTINCT_WORDS = 1 << 22  # random numbers drawn for a pool; a larger one repeats them
 WORD_FLOP = 64.0  # what comparing four bytes with the reference costs the host, in the terms of `sample_rows`
 
@@ -84,10 +84,11 @@ def _registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool
     threads, blocks = _threads(candidate), integer(candidate, "blocks_per_sm")
     if threads * blocks > target.warps_per_sm * 32:
         return False
-    row = integer(candidate, "vector_bytes") // 4 + 3  # a vector, its source, target and column
-    needed = integer(candidate, "vectors") * row + REGISTER_SLACK
-    blocks = blocks if candidate["algorithm"] == "direct" else 1  # a bulk move holds no rows; the exact kernel does
-    return needed <= min(target.registers_per_thread, target.registers_per_sm // (threads * blocks))
+    words, vectors = integer(candidate, "vector_bytes") // 4, integer(candidate, "vectors")
+    exact = vectors * (words + 5) + REGISTER_SLACK  # a vector, its source, target, column and 64-bit addresses
+    move = vectors * (words + 3) + REGISTER_SLACK if candidate["algorithm"] == "direct" else 0
+    room = target.registers_per_sm // threads
+    return exact <= min(target.registers_per_thread, room) and move <= min(target.registers_per_thread, room // blocks)
 
 
 class KvDefrag(Family):

@@ -21,23 +21,27 @@ KGEN_DEVICE void exact(const Params& params) {
 
   const Global<uint8_t> base = layer_base(params, layer);
   Vector values[kVectors];
-  int targets[kVectors], columns[kVectors];
+  Move moves[kVectors];
+  int columns[kVectors];
   const int count = move_count(params);
   KGEN_UNROLL
   for (int k = 0; k < kVectors; k++) {
     const int place = k * kThreads + thread_index(), index = place / width;
     columns[k] = (first + place - index * width) * kVectorBytes;
-    const Move move = index < params.moves ? load_move(params, index) : Move{kNothing, kNothing};
-    targets[k] = index < count ? move.target : kNothing;
-    if (targets[k] != kNothing) {
-      values[k] = base.template load_as<Vector>(move.source * params.row_stride + columns[k]);
+    moves[k] = load_move(params, index < params.moves ? index : 0);
+    if (index >= count) moves[k] = {kNothing, kNothing};
+  }
+  KGEN_UNROLL
+  for (int k = 0; k < kVectors; k++) {
+    if (moves[k].target != kNothing) {
+      values[k] = base.template load_as<Vector>(moves[k].source * params.row_stride + columns[k]);
     }
   }
   block_sync();
   KGEN_UNROLL
   for (int k = 0; k < kVectors; k++) {
-    if (targets[k] != kNothing) {
-      base.template store_as<Vector>(targets[k] * params.row_stride + columns[k], values[k]);
+    if (moves[k].target != kNothing) {
+      base.template store_as<Vector>(moves[k].target * params.row_stride + columns[k], values[k]);
     }
   }
 }

@@ -44,9 +44,12 @@ KGEN_DEVICE void move_direct(const Params& params) {
   const int count = move_count(params), groups = ceil_div(count, Config::kRows);
   const int tasks = groups * ceil_div(params.layers, Config::kLayers), warps = params.blocks * Config::kWarps;
   const int run = Config::kRows * row_vectors;
-  for (int number = block_index_x() * Config::kWarps + thread_index() / 32; number < tasks; number += warps) {
+  const int first = block_index_x() * Config::kWarps + thread_index() / 32;
+  Move next = groups > 0 ? lane_move<Config>(params, task_at<Config>(params, groups, first).first_move, count) : Move{};
+  for (int number = first; number < tasks; number += warps) {
     const Task<Config> task = task_at<Config>(params, groups, number);
-    const Move mine = lane_move<Config>(params, task.first_move, count);
+    const Move mine = next;  // its slots were loaded while the rows of the task before were on their way
+    next = lane_move<Config>(params, task_at<Config>(params, groups, number + warps).first_move, count);
     for (int start = 0; start < run; start += kVectors * 32) {
       int sources[kVectors], targets[kVectors], columns[kVectors];
       KGEN_UNROLL

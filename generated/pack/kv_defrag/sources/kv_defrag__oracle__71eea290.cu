@@ -221,13 +221,14 @@ struct Move {
 
 KGEN_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Slot `i` of a list, which is int32 or int64, or a negative number for what int32 does not hold. Without a branch, so
+// that many of these loads are in flight at once: the upper half of an int64 is loaded beside the lower one.
 template <SlotArray kArray>
-KGEN_DEVICE int64_t load_slot(const Params& params, Global<const int32_t> array, int i) {
-  if ((params.wide_slots >> kArray) & 1) {
-    const Global<const int64_t> wide{reinterpret_cast<const int64_t*>(array.pointer)};
-    return wide.load(i);
-  }
-  return array.load(i);
+KGEN_DEVICE int load_slot(const Params& params, Global<const int32_t> array, int i) {
+  const int wide = (params.wide_slots >> kArray) & 1;
+  const int64_t at = static_cast<int64_t>(i) << wide;
+  const int low = array.load(at), high = array.load(at + wide);
+  return wide && high != 0 ? kNothing : low;
 }
 
 // How many moves of the lists count; the lists may be longer than what a replayed graph has to do.
@@ -239,11 +240,11 @@ KGEN_DEVICE int move_count(const Params& params) {
 
 // Move `i`, i < params.moves. A row that stays, or a slot outside the pool, is nothing to do.
 KGEN_DEVICE Move load_move(const Params& params, int i) {
-  const int64_t source = load_slot<kSrcSlots>(params, params.src_slots, i);
-  const int64_t target = load_slot<kDstSlots>(params, params.dst_slots, i);
+  const int source = load_slot<kSrcSlots>(params, params.src_slots, i);
+  const int target = load_slot<kDstSlots>(params, params.dst_slots, i);
   const bool inside = source >= 0 && source < params.slots && target >= 0 && target < params.slots;
   if (!inside || source == target) return {kNothing, kNothing};
-  return {static_cast<int>(source), static_cast<int>(target)};
+  return {source, target};
 }
 
 KGEN_DEVICE Global<uint8_t> layer_base(const Params& params, int layer) {

@@ -251,13 +251,14 @@ struct Move {
 
 KGEN_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Slot `i` of a list, which is int32 or int64, or a negative number for what int32 does not hold. Without a branch, so
+// that many of these loads are in flight at once: the upper half of an int64 is loaded beside the lower one.
 template <SlotArray kArray>
-KGEN_DEVICE int64_t load_slot(const Params& params, Global<const int32_t> array, int i) {
-  if ((params.wide_slots >> kArray) & 1) {
-    const Global<const int64_t> wide{reinterpret_cast<const int64_t*>(array.pointer)};
-    return wide.load(i);
-  }
-  return array.load(i);
+KGEN_DEVICE int load_slot(const Params& params, Global<const int32_t> array, int i) {
+  const int wide = (params.wide_slots >> kArray) & 1;
+  const int64_t at = static_cast<int64_t>(i) << wide;
+  const int low = array.load(at), high = array.load(at + wide);
+  return wide && high != 0 ? kNothing : low;
 }
 
 // How many moves of the lists count; the lists may be longer than what a replayed graph has to do.
@@ -269,11 +270,11 @@ KGEN_DEVICE int move_count(const Params& params) {
 
 // Move `i`, i < params.moves. A row that stays, or a slot outside the pool, is nothing to do.
 KGEN_DEVICE Move load_move(const Params& params, int i) {
-  const int64_t source = load_slot<kSrcSlots>(params, params.src_slots, i);
-  const int64_t target = load_slot<kDstSlots>(params, params.dst_slots, i);
+  const int source = load_slot<kSrcSlots>(params, params.src_slots, i);
+  const int target = load_slot<kDstSlots>(params, params.dst_slots, i);
   const bool inside = source >= 0 && source < params.slots && target >= 0 && target < params.slots;
   if (!inside || source == target) return {kNothing, kNothing};
-  return {static_cast<int>(source), static_cast<int>(target)};
+  return {source, target};
 }
 
 KGEN_DEVICE Global<uint8_t> layer_base(const Params& params, int layer) {
@@ -328,9 +329,12 @@ KGEN_DEVICE void move_direct(const Params& params) {
   const int count = move_count(params), groups = ceil_div(count, Config::kRows);
   const int tasks = groups * ceil_div(params.layers, Config::kLayers), warps = params.blocks * Config::kWarps;
   const int run = Config::kRows * row_vectors;
-  for (int number = block_index_x() * Config::kWarps + thread_index() / 32; number < tasks; number += warps) {
+  const int first = block_index_x() * Config::kWarps + thread_index() / 32;
+  Move next = groups > 0 ? lane_move<Config>(params, task_at<Config>(params, groups, first).first_move, count) : Move{};
+  for (int number = first; number < tasks; number += warps) {
     const Task<Config> task = task_at<Config>(params, groups, number);
-    const Move mine = lane_move<Config>(params, task.first_move, count);
+    const Move mine = next;  // its slots were loaded while the rows of the task before were on their way
+    next = lane_move<Config>(params, task_at<Config>(params, groups, number + warps).first_move, count);
     for (int start = 0; start < run; start += kVectors * 32) {
       int sources[kVectors], targets[kVectors], columns[kVectors];
       KGEN_UNROLL
@@ -469,23 +473,27 @@ KGEN_DEVICE void exact(const Params& params) {
 
   const Global<uint8_t> base = layer_base(params, layer);
   Vector values[kVectors];
-  int targets[kVectors], columns[kVectors];
+  Move moves[kVectors];
+  int columns[kVectors];
   const int count = move_count(params);
   KGEN_UNROLL
   for (int k = 0; k < kVectors; k++) {
     const int place = k * kThreads + thread_index(), index = place / width;
     columns[k] = (first + place - index * width) * kVectorBytes;
-    const Move move = index < params.moves ? load_move(params, index) : Move{kNothing, kNothing};
-    targets[k] = index < count ? move.target : kNothing;
-    if (targets[k] != kNothing) {
-      values[k] = base.template load_as<Vector>(move.source * params.row_stride + columns[k]);
+    moves[k] = load_move(params, index < params.moves ? index : 0);
+    if (index >= count) moves[k] = {kNothing, kNothing};
+  }
+  KGEN_UNROLL
+  for (int k = 0; k < kVectors; k++) {
+    if (moves[k].target != kNothing) {
+      values[k] = base.template load_as<Vector>(moves[k].source * params.row_stride + columns[k]);
     }
   }
   block_sync();
   KGEN_UNROLL
   for (int k = 0; k < kVectors; k++) {
-    if (targets[k] != kNothing) {
-      base.template store_as<Vector>(targets[k] * params.row_stride + columns[k], values[k]);
+    if (moves[k].target != kNothing) {
+      base.template store_as<Vector>(moves[k].target * params.row_stride + columns[k], values[k]);
     }
   }
 }
