@@ -42,7 +42,7 @@ PIECE_BYTES = 1152  # of a shared buffer: the widest MLA row; wider rows go in s
 MIN_SLICE_BYTES = 128  # of a row: narrower slices would split what DRAM reads at once
 REGISTER_SLACK = 28  # for addresses, indices and loops, beside the rows in flight
 DISTINCT_WORDS = 1 << 22  # random numbers drawn for a pool; a larger one repeats them
-WORD_FLOP = 64.0  # what comparing four bytes with the reference costs the host, in the terms of `sample_rows`
+WORD_FLOP = 400.0  # what comparing four bytes with the reference costs the host, in the terms of `sample_rows`
 
 
 def integer(values: Mapping[str, Value], name: str) -> int:
