@@ -26,6 +26,7 @@ from kgen.validate import Verdict, validate_in_emulator
 TARGET = "sm_120"
 MOVES, REMAP = load_spec(SPECS / "kv_defrag.yaml"), load_spec(SPECS / "slot_remap.yaml")
 BULK: dict[str, Any] = {"algorithm": "bulk", "warps": 4, "blocks_per_sm": 1}
+THREE = BULK | {"stages": 3}
 CASES = ("counts", "chain", "cycle", "more_than_a_block_holds")
 
 
@@ -65,7 +66,7 @@ CHOICES: list[tuple[Spec, str, Candidate]] = [
     (MOVES, "mla_bf16", {}),
     (MOVES, "mla_packed", {"vectors": 3, "rows": 1, "layers": 4}),
     (MOVES, "mla_fp8_disjoint", {"vector_bytes": 8, "warps": 16, "blocks_per_sm": 1}),
-    (MOVES, "mla_fp8", BULK | {"stages": 2, "rows": 8}),
+    (MOVES, "mla_fp8", BULK | {"stages": 3, "rows": 8}),
     (MOVES, "mha_bf16_disjoint", BULK | {"stages": 4, "rows": 1, "layers": 4}),
     (MOVES, "mla_packed", {"algorithm": "oracle"}),
     (REMAP, "int32", {}),
@@ -118,7 +119,6 @@ EXACT, MOVE, STAGE, BULK_MOVE, PROBLEM = (
     f"include/kgen/kv_defrag_{name}.cuh" for name in ("exact", "move", "stage", "bulk", "problem")
 )
 WRONG, RACE = "relative L2 error", "race on global memory"
-THREE = BULK | {"stages": 3}
 TOO_EARLY = "shared memory is written while a bulk_store may still read it"
 MUTANTS = {
     "stores do not wait for the block's loads": Mutant(EXACT, "  block_sync();\n", "", RACE, {}),
@@ -141,7 +141,7 @@ MUTANTS = {
         BULK_MOVE, "    bulk_store_commit();", "    if (bytes > 0) bulk_store_commit();", TOO_EARLY, THREE
     ),
     "the stores are not waited for": Mutant(
-        BULK_MOVE, "  bulk_store_wait_read<0>();\n", "", "nobody had waited", BULK | {"stages": 2}
+        BULK_MOVE, "  bulk_store_wait_read<0>();\n", "", "nobody had waited", THREE
     ),
 }  # fmt: skip
 MUTANT_CASES = {

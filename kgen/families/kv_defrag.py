@@ -67,7 +67,13 @@ def _shared_bytes(candidate: Candidate) -> int:
 
 
 def _stages_match(candidate: Candidate, layout: Layout, target: Target) -> bool:
-    return _is_oracle(candidate) or (candidate["algorithm"] == "bulk") == (integer(candidate, "stages") > 1)
+    return _is_oracle(candidate) or (
+        integer(candidate, "stages") > 2 if candidate["algorithm"] == "bulk" else candidate["stages"] == 1
+    )
+
+
+def _bulk_is_whole(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    return _is_oracle(candidate) or candidate["algorithm"] != "bulk" or integer(candidate, "vector_bytes") == 16
 
 
 def _shared_fits(candidate: Candidate, layout: Layout, target: Target) -> bool:
@@ -123,7 +129,8 @@ class KvDefrag(Family):
     outputs: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[tuple[str, ...]] = ("layers", "rows")
     constraints: ClassVar[tuple[Constraint, ...]] = (
-        Constraint("bulk copies have stages, direct ones have one", _stages_match),
+        Constraint("bulk copies have three stages or more, direct ones have one", _stages_match),
+        Constraint("bulk copies move 16 bytes or more", _bulk_is_whole),
         Constraint("shared memory fits", _shared_fits),
         Constraint("registers fit", _registers_fit),
     )

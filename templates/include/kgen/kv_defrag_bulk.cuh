@@ -32,7 +32,8 @@ struct Cursor {
 // stage's pieces are there. A buffer is filled again `kLag` steps after its store began, when that has been read.
 template <typename Config>
 KGEN_DEVICE void move_bulk(const Params& params) {
-  constexpr int kStages = Config::kStages, kLag = kStages > 2 ? 2 : 1;
+  constexpr int kStages = Config::kStages, kLag = 2;
+  static_assert(kStages > kLag, "a load is in flight while the rows before it are stored");
   constexpr int kBuffers = Config::kWarps * kStages * Config::kRows;
   static_assert(kBuffers * Config::kPieceBytes + Config::kWarps * kStages * 8 == Config::kSharedBytes,
                 "the family and the kernel disagree");
