@@ -214,8 +214,8 @@ class KvDefrag(Family):
             case("cycle", "cycle", [33, 20], 2, 60),
             case("fan_out", "mixed", [90], 2, 100, counted=False),
             case("outside", "chain", [30], 2, 40, wide=("src_slots",), outside=True),
-            case("more_than_a_block_holds", "mixed", [900], 1, 950),
-            case("long_cycle", "cycle", [800, 850], 1, 900, wide=SLOT_ARRAYS),
+            case("more_than_a_block_holds", "mixed", [600], 1, 640),
+            case("long_cycle", "cycle", [580, 600], 1, 620, wide=SLOT_ARRAYS),
         )
 
     def point_case(self, point: Point) -> Case:

@@ -34,10 +34,14 @@ class PointerTable:
         for index, tensor in enumerate(tensors):
             _check_like(f"{name}[{index}]", tensor, first)
         addresses = [tensor.data_ptr() for tensor in tensors]
-        own = torch.tensor(addresses, dtype=torch.int64).to(self.device)
-        self.pointers = own if pointers is None else pointers
-        if pointers is not None and pointers.to(torch.int64).tolist() != addresses:
+        if pointers is None:
+            pointers = torch.tensor(addresses, dtype=torch.int64).to(self.device)
+        elif pointers.dtype not in (torch.uint64, torch.int64) or pointers.device != self.device:
+            seen = f"{pointers.dtype} on {pointers.device}"
+            raise TensorError(name, f"must have pointers of dtype uint64 on {self.device}", seen=seen)
+        elif pointers.view(torch.int64).tolist() != addresses:
             raise TensorError(name, "does not hold the addresses of the tensors", remedy="leave pointers out")
+        self.pointers = pointers
         size = (self.rows - 1) * self.row_stride_bytes + self.row_bytes
         layers = [Region(f"{name}[{i}]", address, size, writable=True) for i, address in enumerate(addresses)]
         self.regions = (Region(name, self.pointers.data_ptr(), self.entries * 8, writable=False), *layers)
