@@ -154,7 +154,7 @@ def large_move(pack: Path, pool: list[torch.Tensor], layout: str, rows: int, asc
 
 
 def accepted(first: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-    """Eight requests of 24 draft slots each; seven nodes move to the front of theirs, the eighth entry is padding."""
+    """Eight requests of 24 draft slots each, of which eight accepted nodes move to the front."""
     source, target = [], []
     for request in range(8):
         base = first + request * 24
