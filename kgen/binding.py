@@ -17,6 +17,7 @@ class TensorRule:
     ``dtypes`` are torch's names. ``shape`` names its dimensions: those in the call's sizes are required, others
     are free; ``1?`` is a dimension of 1 that may be left out. It must be contiguous, or only its rows (all but the
     first dimension) if ``rows_apart``. ``aligned`` asks for 16-byte addresses of the tensor and of its rows.
+    ``table`` asks for a `kgen.runtime.PointerTable` instead of a tensor; what it points at may be written.
     """
 
     name: str
@@ -26,6 +27,7 @@ class TensorRule:
     rows_apart: bool = False
     aligned: bool = False
     writable: bool = False
+    table: bool = False
 
 
 @dataclass(frozen=True)

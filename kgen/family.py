@@ -175,6 +175,9 @@ class Family(ABC):
     into the source (the others are run-time parameters, so layouts share cubins); ``inputs`` / ``outputs``
     are the pointer parameters that a caller supplies (the remaining pointers are workspace). ``streamed`` are the
     inputs that no earlier kernel has just touched: timing finds them in DRAM, and the others in the L2 cache.
+    ``inouts`` are arrays that are read and written in place: `make_inputs` gives their content, and the reference
+    what they must hold afterwards. ``pointer_tables`` names pointer parameters that are tables (uint64) of the
+    addresses of an array's leading-dimension slices; such an array need be no parameter itself.
     """
 
     name: ClassVar[str]
@@ -184,6 +187,8 @@ class Family(ABC):
     inputs: ClassVar[tuple[str, ...]]
     streamed: ClassVar[tuple[str, ...]]
     outputs: ClassVar[tuple[str, ...]]
+    inouts: ClassVar[tuple[str, ...]] = ()
+    pointer_tables: ClassVar[Mapping[str, str]] = {}
     axes: ClassVar[tuple[str, ...]]
     constraints: ClassVar[tuple[Constraint, ...]]
 
@@ -285,6 +290,13 @@ class Family(ABC):
     def violation(self, candidate: Candidate, layout: Layout, target: Target) -> str | None:
         """Name of the first constraint that the candidate breaks, or None; later ones may rely on earlier ones."""
         return next((rule.name for rule in self.constraints if not rule.holds(candidate, layout, target)), None)
+
+
+def slice_addresses(address: int, array: Array | None) -> Array:
+    """The addresses (uint64) of an array's leading-dimension slices, for an array that starts at ``address``."""
+    assert array is not None, "an array behind a pointer table is never left out"
+    count = len(array)
+    return address + np.arange(count, dtype=np.uint64) * np.uint64(array.nbytes // max(count, 1))
 
 
 @cache

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     "tune", "emit", "render", "check", "bench", "why", "doctor", "show winners", "show trials", "show summary",
     "show rejected", "show resources", "show space", "db export", "db import", "db merge", "db migrate", "db reject",
-    "pack verify",
+    "pack verify", "defrag demo",
 )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ HOSTILE = (
     (("tune", "--trials", "x"), 2, "--trials"),
     (("tune", "--trials", "0"), 2, "--trials"),
     (("tune", "--time-budget", "soon"), 2, "not a duration, 'soon'; write it like 90s"),
-    (("tune", "--spec", "nope.yaml"), 2, "no such spec, 'nope.yaml'; give a path, or one of: verify_mla.yaml"),
+    (("tune", "--spec", "nope.yaml"), 2, "no such spec, 'nope.yaml'; give a path, or one of: kv_defrag.yaml"),
     (("tune", "--spec", "{folder}"), 2, "{folder}"),
     (("tune", "--layout", "h9"), 2, "no such layout, 'h9'"),
     (("tune", "--target", "sm_70"), 2, "no such target, 'sm_70'"),

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import kgen
-from kgen.cli import bench, check, console, db, doctor, pack, render, show, tune, why
+from kgen.cli import bench, check, console, db, defrag, doctor, pack, render, show, tune, why
 from kgen.errors import KgenError
 
 OVERVIEW = """Generate, prove, tune and freeze CUDA kernels from declarative specs.
@@ -45,6 +45,7 @@ app.command()(why.why)
 app.command()(doctor.doctor)
 app.add_typer(db.app, name="db")
 app.add_typer(pack.app, name="pack")
+app.add_typer(defrag.app, name="defrag")
 
 
 def _print_version(wanted: bool) -> None:

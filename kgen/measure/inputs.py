@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kgen.device import Device, DeviceBuffer, Stream
-from kgen.family import Array, Case, Family, Layout, Point, Tolerance
+from kgen.family import Array, Case, Family, Layout, Point, Tolerance, slice_addresses
 from kgen.measure.timing import input_sets
 from kgen.validate import CaseResult, compare
 from kgen.validate.launchers import ALIGNMENT
@@ -22,7 +22,9 @@ class PointInputs:
     """A point's inputs and outputs; of the streamed inputs ``sets`` copies, ``set_bytes`` apart, behind the others.
 
     ``expected`` is the family's reference (float64, by output) of ``rows``: all rows of the outputs where the point is
-    small, else a sample of them. No kernel is compared with another one, which may be wrong as well.
+    small, else a sample of them. No kernel is compared with another one, which may be wrong as well. ``inouts`` are
+    inputs that kernels write in place: those of the first copy are renewed and compared. ``tables`` are pointer tables,
+    one a copy, one after the other.
     """
 
     family: Family
@@ -34,6 +36,8 @@ class PointInputs:
     scalars: Mapping[str, int | float]
     outputs: Mapping[str, Array]
     output_buffers: Mapping[str, DeviceBuffer]
+    inouts: Mapping[str, Array]
+    tables: Mapping[str, DeviceBuffer]
     rows: Array
     expected: Mapping[str, Array]
 
@@ -63,6 +67,11 @@ class PointInputs:
         for index in range(1, sets):
             device.copy_on_device(first + index * set_bytes, first, set_bytes, stream)
         stream.synchronize()
+        tables = {}
+        for table, name in family.pointer_tables.items():
+            step = set_bytes if name in family.streamed else 0
+            starts = [arena.address + offsets[name] + index * step for index in range(sets)]
+            tables[table] = _table(device, starts, arrays[name])
         rows = family.sample_rows(layout, case, inputs, REFERENCE_FLOP)
         reference = family.reference(layout, case, inputs, rows)
         return cls(
@@ -75,20 +84,26 @@ class PointInputs:
             scalars=family.scalars(layout, case, inputs),
             outputs=present,
             output_buffers={name: device.allocate(array.nbytes) for name, array in present.items()},
+            inouts={name: arrays[name] for name in family.inouts if name in arrays},
+            tables=tables,
             rows=rows,
-            expected={name: reference[name] for name in present},
+            expected=reference,
         )
 
     def pointers(self, index: int) -> dict[str, int]:
         """Addresses by parameter name, for copy ``index``."""
         shift = dict.fromkeys(self.family.streamed, index * self.set_bytes)
         inputs = {name: self.arena.address + at + shift.get(name, 0) for name, at in self.offsets.items()}
+        inputs |= {
+            name: buffer.address + index * buffer.size_bytes // self.sets for name, buffer in self.tables.items()
+        }
         return inputs | {name: buffer.address for name, buffer in self.output_buffers.items()}
 
     def poison(self, device: Device) -> None:
-        """Fill the outputs with NaN, so that what a launch leaves unwritten is seen."""
-        for name, array in self.outputs.items():
-            device.copy_to_device(self.output_buffers[name].address, array)
+        """Fill the outputs with NaN, so that what a launch leaves unwritten is seen, and renew the inouts."""
+        addresses = self.pointers(0)
+        for name, array in {**self.outputs, **self.inouts}.items():
+            device.copy_to_device(addresses[name], array)
 
     def compare(self, device: Device, tolerances: Mapping[str, Tolerance]) -> list[CaseResult]:
         """Compare the outputs on the device with what is expected; the first failure is the last result.
@@ -96,11 +111,12 @@ class PointInputs:
         The whole output must have been written; its sampled rows must be within the tolerances.
         """
         results: list[CaseResult] = []
-        for name, array in self.outputs.items():
+        addresses = self.pointers(0)
+        for name, array in {**self.outputs, **self.inouts}.items():
             on_host = np.empty_like(array)
-            device.copy_to_host(on_host, self.output_buffers[name].address)
+            device.copy_to_host(on_host, addresses[name])
             expected = self.expected[name]
-            result = self._unwritten(name, on_host)
+            result = self._unwritten(name, on_host) if name in self.outputs else None
             if result is None:
                 found = self.family.as_float(name, on_host.reshape(-1, *expected.shape[1:])[self.rows])
                 result = compare(found, expected, tolerances[name], name=self.case.name, seed=0, output=name)
@@ -125,8 +141,16 @@ class PointInputs:
 
     def free(self) -> None:
         """Give the device memory back."""
-        for buffer in (self.arena, *self.output_buffers.values()):
+        for buffer in (self.arena, *self.output_buffers.values(), *self.tables.values()):
             buffer.free()
+
+
+def _table(device: Device, starts: Sequence[int], array: Array) -> DeviceBuffer:
+    """One pointer table after the other, of the copies of an array that start at these addresses."""
+    addresses = np.concatenate([slice_addresses(start, array) for start in starts])
+    buffer = device.allocate(addresses.nbytes)
+    device.copy_to_device(buffer.address, addresses)
+    return buffer
 
 
 def _padded(array: Array) -> int:

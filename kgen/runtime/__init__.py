@@ -9,6 +9,7 @@ from kgen.resources import GENERATED
 from kgen.runtime.dispatch import Dispatcher, Explanation, Match, Table
 from kgen.runtime.launch import PreparedCall, prepare
 from kgen.runtime.pack_reader import Pack, load_pack
+from kgen.runtime.pointer_table import PointerTable
 from kgen.runtime.tree_mask import mask_words, pack_tree_mask
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Explanation",
     "Match",
     "Pack",
+    "PointerTable",
     "PreparedCall",
     "Table",
     "default_pack",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kgen.errors import BuildError, PackError
 from kgen.runtime.pack_reader import Pack
-from kgen.runtime.tensors import Region
+from kgen.runtime.regions import Region
 
 if TYPE_CHECKING:
     from kgen.device import ArgumentBuffer, Function

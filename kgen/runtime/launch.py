@@ -17,7 +17,8 @@ from kgen.runtime.backends import Backend, CudaBackend, EmulatorBackend
 from kgen.runtime.dispatch import Dispatcher, Explanation, Match, Table, arch_capability
 from kgen.runtime.manifest import Value
 from kgen.runtime.pack_reader import Pack
-from kgen.runtime.tensors import Region, TensorChecker
+from kgen.runtime.regions import Region
+from kgen.runtime.tensors import TensorChecker
 
 if TYPE_CHECKING:
     from kgen.family import Family, Launch

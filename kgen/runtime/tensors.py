@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kgen.binding import TensorRule
 from kgen.errors import TensorError
+from kgen.runtime.pointer_table import PointerTable
+from kgen.runtime.regions import ALIGNMENT_BYTES, Region
 
-ALIGNMENT_BYTES = 16
 REMEMBERED_FORMS = 1024
-
-
-class Region(NamedTuple):
-    """The bytes of one tensor: what a kernel may read, and write where ``writable``."""
-
-    name: str
-    address: int
-    size_bytes: int
-    writable: bool
 
 
 class TensorChecker:
@@ -35,16 +27,30 @@ class TensorChecker:
     def check(self, tensors: Mapping[str, Any], sizes: Mapping[str, int]) -> list[Region]:
         """The regions of all tensors that are not None. Raises TensorError, also if an output shares memory."""
         regions, required = [], tuple(sizes.values())
+        tables: list[PointerTable] = []
         for rule in self._rules:
             tensor = tensors[rule.name]
-            if tensor is not None:
+            if rule.table:
+                tables.append(self._check_table(rule, tensor))
+            elif tensor is not None:
                 regions.append(self._check(rule, tensor, sizes, required))
             elif not rule.optional:
                 raise TensorError(rule.name, "is missing")
         for output in regions:
             if output.writable:
                 _check_overlap(output, regions)
+        for table in tables:
+            table.check_apart(regions)
+            regions += table.regions
         return regions
+
+    def _check_table(self, rule: TensorRule, table: Any) -> PointerTable:
+        if not isinstance(table, PointerTable):
+            raise TensorError(rule.name, "is no PointerTable", seen=type(table).__name__)
+        if table.device != self._device:
+            wrong = f"must be on {self._device}, which the call was prepared for"
+            raise TensorError(rule.name, wrong, seen=f"is on {table.device}")
+        return table
 
     def _check(self, rule: TensorRule, tensor: Any, sizes: Mapping[str, int], required: tuple[int, ...]) -> Region:
         try:

@@ -159,7 +159,7 @@ class _Checks:
 
     def tolerances(self) -> Iterator[SpecError]:
         if self.family and "tolerances" in self.sections:
-            known = self.family.outputs
+            known = (*self.family.outputs, *self.family.inouts)
             yield from self._names(("tolerances",), self.sections["tolerances"], known, f"output of {self.family.name}")
 
     def default_fits(self, targets: Mapping[str, Target]) -> Iterator[SpecError]:

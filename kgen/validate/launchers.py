@@ -18,7 +18,7 @@ import numpy as np
 from kgen.device import ArgumentBuffer, CudaError, Device, Graph, Stream
 from kgen.device.envelope import LoadedKernels
 from kgen.emulator import Buffer, EmulatedModule
-from kgen.family import Array, Family, Plan
+from kgen.family import Array, Family, Plan, slice_addresses
 
 GUARD_BYTES = 1024  # before and after every array
 ALIGNMENT = 256  # what cuMemAlloc promises
@@ -28,7 +28,7 @@ WORKSPACE_POISON = 0xFF  # NaN as float32, bf16 and fp16; -1 as an integer
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a family: arrays by parameter name (None: left out), and scalars without the plan's."""
+    """One call of a family: arrays by name (None: left out), inouts among the inputs; scalars without the plan's."""
 
     inputs: Mapping[str, Array | None]
     outputs: Mapping[str, Array | None]
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call left behind: its outputs, inputs that are not what they were, arrays written outside."""
+    """What a call left behind: its outputs and inouts, inputs that changed, arrays written outside."""
 
     outputs: Mapping[str, Array]
     changed_inputs: tuple[str, ...]
@@ -92,12 +92,20 @@ class Launcher(ABC):
                     sizes[name] = max(sizes.get(name, 0), array.nbytes)
         regions = {}
         for name, size in (sizes | dict(plan.workspace_bytes)).items():
-            region = Region(name, self._allocate(Region.span_bytes(size)), size, writable=name not in family.inputs)
-            self._write(region.base, np.full(Region.span_bytes(size), GUARD_BYTE, np.uint8))
+            region = self._region(name, size, writable=name not in family.inputs)
             if name in plan.workspace_bytes:
                 self._write(region.address, np.full(size, WORKSPACE_POISON, np.uint8))
             regions[name] = region
+        for table, name in family.pointer_tables.items():
+            addresses = slice_addresses(regions[name].address, calls[0].inputs[name])
+            regions[table] = self._region(table, addresses.nbytes, writable=False)
+            self._write(regions[table].address, addresses)
         return regions
+
+    def _region(self, name: str, size: int, *, writable: bool) -> Region:
+        region = Region(name, self._allocate(Region.span_bytes(size)), size, writable)
+        self._write(region.base, np.full(Region.span_bytes(size), GUARD_BYTE, np.uint8))
+        return region
 
     def _run_one(self, call: Call, regions: Mapping[str, Region], start: Callable[[], None]) -> Outcome:
         inputs = {name: array for name, array in call.inputs.items() if array is not None}
@@ -107,8 +115,12 @@ class Launcher(ABC):
         start()
         after = {name: self._read(regions[name].address, array) for name, array in (inputs | outputs).items()}
         return Outcome(
-            outputs={name: after[name] for name in outputs},
-            changed_inputs=tuple(name for name, array in inputs.items() if array.tobytes() != after[name].tobytes()),
+            outputs={name: after[name] for name in after if name in outputs or regions[name].writable},
+            changed_inputs=tuple(
+                name
+                for name, array in inputs.items()
+                if not regions[name].writable and array.tobytes() != after[name].tobytes()
+            ),
             broken_guards=tuple(name for name, region in regions.items() if not self._guards_hold(region)),
         )
 

@@ -1,0 +1,310 @@
+"""slot_remap: slot numbers to what a move made of them, in place: request-to-token maps and flat lists of slots.
+
+``slot_map[s]`` is where slot ``s`` went (itself, if it stayed). The first ``lengths[r]`` elements of row ``r`` of
+``req_to_token``, and all of ``slot_list`` (radix values, prefix indices, a free list), are replaced by it; numbers that
+are no slot of the map stay as they are, so padding with -1 is kept. Either of the two may be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kgen.binding import Binding, Sizes, TensorRule
+from kgen.errors import TensorError
+from kgen.family import (
+    Array,
+    Candidate,
+    Case,
+    Constraint,
+    Family,
+    Kernel,
+    Launch,
+    LaunchDemand,
+    Layout,
+    Parameter,
+    ParameterStruct,
+    Plan,
+    Point,
+    Value,
+    Work,
+)
+from kgen.targets import Target
+
+WIDE_ARRAYS = ("lengths", "slot_list")  # their places are bits of wide
+SLOT_DTYPES = ("int32", "int64")
+VECTOR_BYTES = 16
+REGISTER_SLACK = 24
+ELEMENT_FLOP = 64.0  # what comparing one element with the reference costs the host, in the terms of `sample_rows`
+PADDING = -1
+
+
+def integer(values: Mapping[str, Value], name: str) -> int:
+    """A tunable that is a whole number."""
+    return int(values[name])
+
+
+def _is_oracle(candidate: Candidate) -> bool:
+    return candidate["algorithm"] == "oracle"
+
+
+def _threads(candidate: Candidate) -> int:
+    return 32 if _is_oracle(candidate) else integer(candidate, "warps") * 32
+
+
+def _registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    if _is_oracle(candidate):
+        return True
+    needed = 8 * integer(candidate, "vectors") + REGISTER_SLACK
+    return needed <= min(target.registers_per_thread, target.registers_per_sm // _threads(candidate))
+
+
+class SlotRemap(Family):
+    """The family; shapes and dtypes of its parameters are beside them."""
+
+    name: ClassVar[str] = "slot_remap"
+    template: ClassVar[str] = "slot_remap.cu.j2"
+    params: ClassVar[ParameterStruct] = ParameterStruct(
+        (
+            Parameter("slot_map", "pointer"),  # int32 [slots]
+            Parameter("lengths", "pointer"),  # int32 or int64 [requests]
+            Parameter("req_to_token", "pointer"),  # int32 [requests, row_stride], or null
+            Parameter("slot_list", "pointer"),  # int32 or int64 [entries], or null
+            Parameter("row_stride", "int64"),  # elements from one row of req_to_token to the next
+            Parameter("requests", "int32"),
+            Parameter("slots", "int32"),
+            Parameter("entries", "int32"),
+            Parameter("wide", "int32"),  # bit set of the arrays that are int64, in the order of WIDE_ARRAYS
+            Parameter("whole_vectors", "int32"),  # bit 0: rows of req_to_token are aligned to 16 bytes; 1: slot_list
+            Parameter("row_blocks", "int32"),  # blocks that share a row
+            Parameter("list_row", "int32"),  # first row of blocks that has the list
+            Parameter("list_rows", "int32"),
+        )
+    )
+    layout_constants: ClassVar[tuple[str, ...]] = ()
+    inputs: ClassVar[tuple[str, ...]] = ("slot_map", "lengths")
+    inouts: ClassVar[tuple[str, ...]] = ("req_to_token", "slot_list")
+    streamed: ClassVar[tuple[str, ...]] = ("req_to_token",)
+    outputs: ClassVar[tuple[str, ...]] = ()
+    axes: ClassVar[tuple[str, ...]] = ("requests", "context", "entries")
+    constraints: ClassVar[tuple[Constraint, ...]] = (Constraint("registers fit", _registers_fit),)
+
+    def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
+        if layout.get("map") != "int32":
+            return "map", "must be int32, the only one there is a kernel for", str(layout.get("map", "missing"))
+        return None
+
+    def label(self, candidate: Candidate) -> str:
+        return "oracle" if _is_oracle(candidate) else "vector_w{warps}_i{vectors}".format_map(candidate)
+
+    def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
+        return {name: value for name, value in candidate.items() if name != "tiles"}
+
+    def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
+        entry = "slot_remap_oracle" if _is_oracle(candidate) else "slot_remap_rewrite"
+        return (Kernel(entry, _threads(candidate), 0),)
+
+    def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
+        (kernel,) = self.kernels(candidate, layout)
+        requests, row_blocks, list_rows = capacity["requests"], 1, 1
+        if not _is_oracle(candidate):
+            share = _threads(candidate) * 4 * integer(candidate, "vectors") * integer(candidate, "tiles")
+            row_blocks = -(-capacity["context"] // share)
+            list_rows = -(-capacity["entries"] // (share * row_blocks))
+        launch = Launch(kernel.entry, (row_blocks, requests + list_rows, 1), kernel.threads, 0)
+        return Plan((launch,), {}, {"row_blocks": row_blocks, "list_row": requests, "list_rows": list_rows})
+
+    def binding(self, layout: Layout, capacity: Point) -> Binding:
+        return SlotRemapBinding(capacity)
+
+    def cases(self, layout: Layout) -> tuple[Case, ...]:
+        def case(name: str, lengths: list[int], context: int, entries: int, **options: Any) -> Case:
+            return Case(name, {"lengths": lengths, "context": context, "entries": entries, "slots": 500} | options)
+
+        return (
+            case("ragged", [0, 257, 33, 1], 260, 30),
+            case("wide", [5, 64, 7], 64, 1001, wide=WIDE_ARRAYS),
+            case("odd_rows", [63, 9, 65], 67, 77),
+            case("no_list", [300, 200], 300, 0),
+            case("no_requests", [], 4, 4099, wide=("slot_list",)),
+            case("long", [9000, 4097], 9000, 9001),
+        )
+
+    def point_case(self, point: Point) -> Case:
+        lengths, slots = [point["context"]] * point["requests"], 1 << 20
+        options = {"lengths": lengths, "context": point["context"], "entries": point["entries"], "slots": slots}
+        return Case(",".join(f"{axis}={point[axis]}" for axis in self.axes), options)
+
+    def capacity(self, case: Case) -> Point:
+        options = case.options
+        return {
+            "requests": max(1, len(options["lengths"])),
+            "context": options["context"],
+            "entries": max(1, options["entries"]),
+        }
+
+    def make_inputs(self, layout: Layout, case: Case, seed: int) -> dict[str, Array | None]:
+        options, rng = case.options, np.random.default_rng(seed)
+        slots, lengths, wide = options["slots"], options["lengths"], options.get("wide", ())
+
+        def numbers(*shape: int) -> Array:
+            drawn = rng.integers(0, slots, shape, np.int32)
+            return np.where(drawn % 97 == 0, np.int32(PADDING), drawn)
+
+        def index(name: str, values: Array) -> Array:
+            return values.astype(np.int64 if name in wide else np.int32)
+
+        return {
+            "slot_map": _compaction(slots, rng),
+            "lengths": index("lengths", np.array(lengths)) if lengths else None,
+            "req_to_token": numbers(len(lengths), options["context"]) if lengths else None,
+            "slot_list": index("slot_list", numbers(options["entries"])) if options["entries"] else None,
+        }
+
+    def output_arrays(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array | None]:
+        return {}
+
+    def scalars(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> Mapping[str, int | float]:
+        tokens, entries, slot_map = inputs["req_to_token"], inputs["slot_list"], inputs["slot_map"]
+        assert slot_map is not None
+        stride = 0 if tokens is None else tokens.shape[1]
+        return _call_scalars(
+            row_stride=stride,
+            requests=0 if tokens is None else len(tokens),
+            slots=slot_map.size,
+            entries=0 if entries is None else entries.size,
+            wide=[array is not None and array.dtype.itemsize == 8 for array in map(inputs.get, WIDE_ARRAYS)],
+            whole=[stride * 4 % VECTOR_BYTES == 0, True],
+        )
+
+    def reference(
+        self, layout: Layout, case: Case, inputs: Mapping[str, Array | None], rows: Array | None = None
+    ) -> dict[str, Array]:
+        tokens, entries, slot_map = inputs["req_to_token"], inputs["slot_list"], inputs["slot_map"]
+        assert slot_map is not None
+        found = {}
+        if tokens is not None:
+            wanted = np.arange(len(tokens)) if rows is None else rows
+            used = np.arange(tokens.shape[1]) < np.array(case.options["lengths"])[wanted, None]
+            found["req_to_token"] = np.where(used, _remapped(slot_map, tokens[wanted]), tokens[wanted])
+        if entries is not None:
+            found["slot_list"] = _remapped(slot_map, entries if rows is None else entries[rows])
+        return {name: array.astype(np.float64) for name, array in found.items()}
+
+    def sample_rows(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None], flop: float) -> Array:
+        arrays = [array for array in (inputs["req_to_token"], inputs["slot_list"]) if array is not None]
+        rows = min(len(array) for array in arrays)
+        count = max(2, int(flop / (ELEMENT_FLOP * case.options["context"])))
+        return np.unique(np.linspace(0, rows - 1, min(rows, count)).round().astype(np.int64))
+
+    def as_float(self, output: str, array: Array) -> Array:
+        return array.astype(np.float64)
+
+    def work(self, layout: Layout, point: Point) -> Work:
+        return Work(flop=0.0, bytes=8.0 * (point["requests"] * point["context"] + point["entries"]))
+
+    def demand(self, candidate: Candidate, layout: Layout, point: Point, plan: Plan) -> tuple[LaunchDemand, ...]:
+        (launch,) = plan.launches
+        work, blocks = self.work(layout, point).bytes, launch.grid[0] * launch.grid[1]
+        steps = -(-point["context"] // 32) if _is_oracle(candidate) else 1  # a warp alone waits for each of its loads
+        syncs = float(_is_oracle(candidate))
+        return (LaunchDemand(launch.entry, blocks, steps, 1, 0.0, 0.0, 0.0, syncs, work / blocks, work),)
+
+
+def _call_scalars(
+    *, row_stride: int, requests: int, slots: int, entries: int, wide: list[bool], whole: list[bool]
+) -> dict[str, int | float]:
+    return {
+        "row_stride": row_stride,
+        "requests": requests,
+        "slots": slots,
+        "entries": entries,
+        "wide": sum(flag << bit for bit, flag in enumerate(wide)),
+        "whole_vectors": sum(flag << bit for bit, flag in enumerate(whole)),
+    }
+
+
+def _compaction(slots: int, rng: np.random.Generator) -> Array:
+    """A map (int32 [slots]) that moves half of the slots onto the other half, which stays: twice is as once."""
+    order = rng.permutation(slots).astype(np.int32)
+    slot_map = np.arange(slots, dtype=np.int32)
+    slot_map[order[: slots // 2]] = order[slots - slots // 2 :]
+    return slot_map
+
+
+def _remapped(slot_map: Array, numbers: Array) -> Array:
+    inside = (numbers >= 0) & (numbers < slot_map.size)
+    return np.where(inside, slot_map[np.where(inside, numbers, 0)], numbers)
+
+
+def _extent(tensor: Any, dimension: int) -> int:
+    """A dimension of a tensor that may be left out, and whose other properties are checked later; 0 without one."""
+    shape: tuple[int, ...] = getattr(tensor, "shape", ())
+    return int(shape[dimension]) if dimension < len(shape) else 0
+
+
+class SlotRemapBinding(Binding):
+    """The tensors of a call: ``req_to_token`` with ``lengths``, a flat ``slot_list``, or both."""
+
+    rules: ClassVar[tuple[TensorRule, ...]] = (
+        TensorRule("slot_map", ("int32",), ("slots",)),
+        TensorRule("lengths", SLOT_DTYPES, ("requests",), optional=True),
+        TensorRule("req_to_token", ("int32",), ("requests", "context"), optional=True, rows_apart=True, writable=True),
+        TensorRule("slot_list", SLOT_DTYPES, ("entries",), optional=True, writable=True),
+    )
+    options: ClassVar[tuple[str, ...]] = ()
+    plan_axes: ClassVar[tuple[str, ...]] = ("requests", "entries")
+
+    def __init__(self, capacity: Point) -> None:
+        self._capacity = capacity
+
+    def sizes(self, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Sizes:
+        """Requests and context of ``req_to_token``, entries of ``slot_list``, within the prepared capacity."""
+        if (tensors["req_to_token"] is None) != (tensors["lengths"] is None):
+            raise TensorError("lengths", "goes with req_to_token", seen="one of the two is missing")
+        requests, context = (_extent(tensors["req_to_token"], dimension) for dimension in (0, 1))
+        entries = _extent(tensors["slot_list"], 0)
+        for axis, name, size in (
+            ("requests", "req_to_token", requests),
+            ("context", "req_to_token", context),
+            ("entries", "slot_list", entries),
+        ):
+            if size > self._capacity[axis]:
+                seen = f"{size}, prepared for {self._capacity[axis]}"
+                raise TensorError(name, f"has too many {axis}", seen=seen)
+        return Sizes(
+            dimensions={"requests": requests, "context": context, "entries": entries},
+            point={"requests": requests, "context": context, "entries": entries},
+            extents={"requests": requests, "entries": entries},
+            is_empty=requests * context + entries == 0,
+        )
+
+    def scalars(self, tensors: Mapping[str, Any], sizes: Sizes, options: Mapping[str, Any]) -> dict[str, int | float]:
+        """Counts, strides, the widths of the tensors, and which of them are aligned."""
+        tokens, entries = tensors["req_to_token"], tensors["slot_list"]
+        stride = 0 if tokens is None else int(tokens.stride(0))
+        return _call_scalars(
+            row_stride=stride,
+            requests=sizes.dimensions["requests"],
+            slots=tensors["slot_map"].shape[0],
+            entries=sizes.dimensions["entries"],
+            wide=[tensor is not None and tensor.element_size() == 8 for tensor in map(tensors.get, WIDE_ARRAYS)],
+            whole=[
+                tokens is not None and tokens.data_ptr() % VECTOR_BYTES == 0 and stride * 4 % VECTOR_BYTES == 0,
+                entries is not None and entries.data_ptr() % VECTOR_BYTES == 0,
+            ],
+        )
+
+    def check_content(self, tensors: Mapping[str, Any], sizes: Sizes) -> None:
+        """Lengths must be within the rows, and the map within itself."""
+        slot_map, lengths = tensors["slot_map"], tensors["lengths"]
+        if slot_map.numel() and not 0 <= int(slot_map.min()) <= int(slot_map.max()) < slot_map.shape[0]:
+            seen = f"{int(slot_map.min())} to {int(slot_map.max())} for {slot_map.shape[0]} slots"
+            raise TensorError("slot_map", "points outside the pool", seen=seen)
+        if lengths is not None and lengths.numel():
+            context = sizes.dimensions["context"]
+            if not 0 <= int(lengths.min()) <= int(lengths.max()) <= context:
+                seen = f"{int(lengths.min())} to {int(lengths.max())} for rows of {context}"
+                raise TensorError("lengths", "are not those of rows", seen=seen)

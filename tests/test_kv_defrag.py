@@ -1,0 +1,378 @@
+"""The move and map kernels in the emulator, their contract under planted bugs, and calls on tensors."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kgen.build.toolchain import find_toolchain
+from kgen.errors import TensorError
+from kgen.family import Candidate, slice_addresses
+from kgen.render import render
+from kgen.resources import SPECS, TEMPLATES
+from kgen.runtime import PointerTable, PreparedCall, default_pack, prepare
+from kgen.space import enumerate_space
+from kgen.spec import Spec, load_spec
+from kgen.validate import Verdict, validate_in_emulator
+
+TARGET = "sm_120"
+MOVES, REMAP = load_spec(SPECS / "kv_defrag.yaml"), load_spec(SPECS / "slot_remap.yaml")
+BULK: dict[str, Any] = {"algorithm": "bulk", "warps": 4, "blocks_per_sm": 1}
+THREE = BULK | {"stages": 3}
+CASES = ("counts", "chain", "cycle", "more_than_a_block_holds")
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shared with the other test processes, which then do not compile the same again."""
+    return tmp_path_factory.getbasetemp().parent / "emulator"
+
+
+def validated(
+    spec: Spec,
+    layout_name: str,
+    changes: Candidate,
+    cache_dir: Path,
+    *,
+    templates: Path = TEMPLATES,
+    cases: tuple[str, ...] = (),
+) -> Verdict:
+    layout = spec.layout(layout_name)
+    candidate = spec.oracle if changes == spec.oracle else {**spec.default, **changes}
+    return validate_in_emulator(
+        render(spec.family, candidate, layout, templates),
+        spec.family,
+        candidate,
+        layout,
+        spec.tolerances,
+        toolchain=find_toolchain("emulator"),
+        cache_dir=cache_dir,
+        target_sms=spec.target(TARGET).sms,
+        resident_blocks=1,
+        cases=[case for case in spec.family.cases(layout) if not cases or case.name in cases],
+        seeds=(0,),
+    )
+
+
+CHOICES: list[tuple[Spec, str, Candidate]] = [
+    (MOVES, "mla_fp8", {}),
+    (MOVES, "mla_packed", {"vectors": 3, "rows": 1, "layers": 4}),
+    (MOVES, "mla_fp8_disjoint", {"vector_bytes": 8, "warps": 16, "blocks_per_sm": 1}),
+    (MOVES, "mla_fp8", BULK | {"stages": 3, "rows": 8}),
+    (MOVES, "mha_bf16_disjoint", BULK | {"stages": 4, "rows": 1, "layers": 4}),
+    (MOVES, "mla_packed", {"algorithm": "oracle"}),
+    (REMAP, "int32", {}),
+    (REMAP, "int32", {"warps": 4, "vectors": 8, "tiles": 4}),
+    (REMAP, "int32", {"algorithm": "oracle"}),
+]
+
+
+@pytest.mark.parametrize(("spec", "layout", "changes"), CHOICES)
+def test_the_kernels_are_right(spec: Spec, layout: str, changes: Candidate, cache_dir: Path) -> None:
+    verdict = validated(spec, layout, changes, cache_dir)
+    assert verdict.ok, verdict.reason
+
+
+def test_every_candidate_is_validated_in_one_launch_and_in_two() -> None:
+    family, layout = MOVES.family, MOVES.layout("mla_bf16")
+    for candidate in enumerate_space(MOVES, "mla_bf16", MOVES.target(TARGET)).candidates:
+        plans = [
+            family.plan(candidate, layout, family.capacity(case), sms=188, resident_blocks=1)
+            for case in family.cases(layout)
+        ]
+        assert {tuple(launch.entry for launch in plan.launches) for plan in plans} == {
+            ("kv_defrag_exact",),
+            ("kv_defrag_stage", "kv_defrag_move"),
+        }
+
+
+def test_a_slice_of_all_rows_fits_the_registers_of_a_block() -> None:
+    family, layout = MOVES.family, MOVES.layout("mla_packed")
+    for rows in (1, 7, 64, 150):
+        plan = family.plan(MOVES.default, layout, {"layers": 3, "rows": rows}, sms=188, resident_blocks=1)
+        vectors, slices = 656 // 16, plan.scalars["slices"]
+        width = -(-vectors // slices)
+        assert rows * width <= 8 * 32 * 5
+        assert plan.launches[0].grid == (slices, 3, 1)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug: ``old`` becomes ``new`` in a header; ``reason`` is how it is seen."""
+
+    file: str
+    old: str
+    new: str
+    reason: str
+    changes: Candidate
+
+
+EXACT, MOVE, STAGE, BULK_MOVE, PROBLEM = (
+    f"include/kgen/kv_defrag_{name}.cuh" for name in ("exact", "move", "stage", "bulk", "problem")
+)
+WRONG, RACE = "relative L2 error", "race on global memory"
+TOO_EARLY = "shared memory is written while a bulk_store may still read it"
+MUTANTS = {
+    "stores do not wait for the block's loads": Mutant(EXACT, "  block_sync();\n", "", RACE, {}),
+    "a slice is one column too wide": Mutant(
+        EXACT, "? slice : row_vectors", "? slice + 1 : row_vectors", "kv_defrag_exact.cuh", {}
+    ),
+    "only the first tile of destinations is compared": Mutant(
+        STAGE, "start < count; start", "start < kThreads; start", RACE, {}
+    ),
+    "staged rows are read from the pool": Mutant(MOVE, "params.overlaps.load(index)", "false", RACE, {}),
+    "only the first layer is staged": Mutant(STAGE, "layer < params.layers;", "layer < 0;", WRONG, {}),
+    "the count is not read": Mutant(PROBLEM, "if (!params.count) return", "return", WRONG, {}),
+    "slots outside the pool are moved": Mutant(
+        PROBLEM, "if (!inside || source", "if (source", "global memory access outside", {}
+    ),
+    "a buffer is filled while it is stored": Mutant(
+        BULK_MOVE, "bulk_store_wait_read<kLag - 1>();", "bulk_store_wait_read<kLag>();", TOO_EARLY, BULK | {"stages": 3}
+    ),
+    "a lane without a row commits no group": Mutant(
+        BULK_MOVE, "    bulk_store_commit();", "    if (bytes > 0) bulk_store_commit();", TOO_EARLY, THREE
+    ),
+    "the stores are not waited for": Mutant(
+        BULK_MOVE, "  bulk_store_wait_read<0>();\n", "", "nobody had waited", THREE
+    ),
+}  # fmt: skip
+MUTANT_CASES = {
+    "the count is not read": ("counts",),
+    "slots outside the pool are moved": ("outside",),
+    "only the first layer is staged": ("more_than_a_block_holds",),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_found(name: str, tmp_path: Path, cache_dir: Path) -> None:
+    mutant = MUTANTS[name]
+    templates = tmp_path / "templates"
+    shutil.copytree(TEMPLATES, templates)
+    text = (templates / mutant.file).read_text()
+    assert text.count(mutant.old) == 1
+    (templates / mutant.file).write_text(text.replace(mutant.old, mutant.new))
+    cases = MUTANT_CASES.get(name, CASES)
+    verdict = validated(MOVES, "mla_fp8", mutant.changes, cache_dir, templates=templates, cases=cases)
+    assert not verdict.ok
+    assert mutant.reason in verdict.reason, verdict.reason
+
+
+LAYERS, SLOTS = 3, 40
+
+
+@pytest.fixture(scope="module")
+def move(cache_dir: Path) -> PreparedCall:
+    """Up to 30 moves of any overlap, without a look at the contents."""
+    return prepare_move("mla_fp8", cache_dir, checked=False)
+
+
+@pytest.fixture(scope="module")
+def checked(cache_dir: Path) -> dict[str, PreparedCall]:
+    return {name: prepare_move(name, cache_dir, checked=True) for name in ("mla_fp8", "mla_fp8_disjoint")}
+
+
+def prepare_move(layout: str, cache_dir: Path, *, checked: bool) -> PreparedCall:
+    return prepare(
+        default_pack("kv_defrag"),
+        family="kv_defrag",
+        layout=layout,
+        capacity={"layers": LAYERS, "rows": 30},
+        device="cpu",
+        checked=checked,
+        cache_dir=cache_dir,
+    )
+
+
+def make_pool(columns: int = 576) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (SLOTS, 1, columns)
+    return [torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for _ in range(LAYERS)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_random_moves_are_simultaneous(move: PreparedCall, data: st.DataObject) -> None:
+    target = data.draw(st.lists(st.integers(0, SLOTS - 1), unique=True, min_size=1, max_size=30))
+    source = data.draw(st.lists(st.integers(0, SLOTS - 1), min_size=len(target), max_size=len(target)))
+    count = data.draw(st.integers(0, len(target)))
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    pool = make_pool()
+    expected = [layer.clone() for layer in pool]
+    for layer, before in zip(expected, pool, strict=True):
+        layer[target[:count]] = before[source[:count]]
+    move(
+        layer_ptrs=PointerTable(pool),
+        src_slots=torch.tensor(source, dtype=dtype),
+        dst_slots=torch.tensor(target),
+        count=torch.tensor([count], dtype=torch.int32),
+    )
+    assert all(torch.equal(layer, wanted) for layer, wanted in zip(pool, expected, strict=True))
+
+
+def at(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers)
+
+
+BAD_CALLS = [
+    ({"dst_slots": at(5, 5)}, "dst_slots: has a destination twice, slot 5"),
+    ({"src_slots": at(1, 40)}, "src_slots: points outside the pool, slot 40 of 40"),
+    ({"dst_slots": at(-1, 6)}, "dst_slots: points outside the pool, slot -1 of 40"),
+    ({"dst_slots": at(5)}, r"dst_slots: must have shape \[2\]"),
+    ({"src_slots": at(1, 2).float()}, "src_slots: must have dtype int32 or int64"),
+    ({"src_slots": torch.arange(31)}, "src_slots: has too many moves, 31, prepared for 30"),
+    ({"count": torch.tensor([3], dtype=torch.int32)}, "count: is beyond the slot lists, 3 of 2"),
+    ({"layer_ptrs": None}, "layer_ptrs: is no PointerTable, NoneType"),
+    ({"layer_ptrs": make_pool(592)}, "layer_ptrs: must have rows of 576 bytes, .* 592 bytes"),
+    ({"layer_ptrs": [*make_pool(), *make_pool()]}, "layer_ptrs: has too many layers, 6, prepared for 3"),
+    ({"dst_slots": at(2, 6)}, "disjoint: dst_slots: overwrites a source of a disjoint move, slot 2"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), BAD_CALLS)
+def test_a_wrong_call_is_refused_by_name_and_writes_nothing(
+    checked: dict[str, PreparedCall], change: dict[str, Any], reason: str
+) -> None:
+    layout, reason = ("mla_fp8_disjoint", reason[10:]) if reason.startswith("disjoint: ") else ("mla_fp8", reason)
+    pool = make_pool()
+    before = [layer.clone() for layer in pool]
+    arguments: dict[str, Any] = {"layer_ptrs": pool, "src_slots": at(1, 2), "dst_slots": at(5, 6)} | change
+    if isinstance(arguments["layer_ptrs"], list):
+        arguments["layer_ptrs"] = PointerTable(arguments["layer_ptrs"])
+    with pytest.raises(TensorError, match=reason):
+        checked[layout](**arguments)
+    assert all(torch.equal(layer, wanted) for layer, wanted in zip(pool, before, strict=True))
+
+
+def test_padding_onto_itself_is_no_double_destination(checked: dict[str, PreparedCall]) -> None:
+    pool = make_pool()
+    row = pool[1][7].clone()
+    checked["mla_fp8"](layer_ptrs=PointerTable(pool), src_slots=at(7, 0, 0), dst_slots=at(3, 0, 0))
+    assert torch.equal(pool[1][3], row)
+
+
+def test_lists_in_the_pool_are_refused(move: PreparedCall) -> None:
+    pool = make_pool()
+    inside = pool[2].view(-1)[:16].view(torch.int64)
+    with pytest.raises(TensorError, match=r"src_slots: shares memory with layer_ptrs\[2\]"):
+        move(layer_ptrs=PointerTable(pool), src_slots=inside, dst_slots=at(5, 6))
+
+
+def rows_of(offset: int, *, columns: int = 576, rows: int = SLOTS) -> torch.Tensor:
+    """uint8 [rows, columns] that starts ``offset`` bytes after an aligned address."""
+    raw = torch.zeros(rows * columns + 64, dtype=torch.uint8)
+    first = -raw.data_ptr() % 16 + offset
+    return raw[first : first + rows * columns].view(rows, columns)
+
+
+SHARED = torch.zeros(2 * SLOTS, 576, dtype=torch.uint8)
+BAD_TABLES: list[tuple[list[Any], str]] = [
+    ([], "layer_ptrs: has no tensors"),
+    ([np.zeros((4, 16), np.uint8)], r"layer_ptrs\[0\]: is no torch tensor, ndarray"),
+    ([rows_of(8)], r"layer_ptrs\[0\]: is not aligned to 16 bytes"),
+    ([torch.zeros(4, 24, dtype=torch.uint8)], r"layer_ptrs\[0\]: must have rows of a multiple of 16 bytes, 24 bytes"),
+    ([torch.zeros(4, 32, dtype=torch.uint8).t()], r"layer_ptrs\[0\]: must have contiguous rows"),
+    ([rows_of(0), rows_of(0, rows=SLOTS - 1)], r"layer_ptrs\[1\]: differs from the first layer"),
+    ([SHARED[:SLOTS], SHARED[1 : SLOTS + 1]], r"layer_ptrs\[1\]: shares memory with layer_ptrs\[0\]"),
+    ([torch.zeros(0, 16)], r"layer_ptrs\[0\]: must have rows, has shape \[0, 16\]"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "reason"), BAD_TABLES)
+def test_a_wrong_table_is_refused_by_name(tensors: list[Any], reason: str) -> None:
+    with pytest.raises(TensorError, match=reason):
+        PointerTable(tensors)
+
+
+def test_a_table_takes_the_caller_s_own_pointers() -> None:
+    pool = make_pool()
+    addresses = torch.tensor([layer.data_ptr() for layer in pool])
+    assert PointerTable(pool, pointers=addresses).pointers is addresses
+    unsigned = addresses.view(torch.uint64)
+    assert PointerTable(pool, pointers=unsigned).pointers is unsigned
+    with pytest.raises(TensorError, match="layer_ptrs: does not hold the addresses of the tensors"):
+        PointerTable(pool, pointers=addresses + 16)
+    with pytest.raises(TensorError, match=r"layer_ptrs: must have pointers of dtype uint64 on cpu, torch\.int32"):
+        PointerTable(pool, pointers=addresses.int())
+
+
+def test_rows_apart_keep_what_lies_between(move: PreparedCall) -> None:
+    wide = make_pool(640)
+    before = [layer.clone() for layer in wide]
+    move(layer_ptrs=PointerTable([layer[:, :, :576] for layer in wide]), src_slots=at(1), dst_slots=at(2))
+    for layer, old in zip(wide, before, strict=True):
+        old[2, :, :576] = old[1, :, :576]
+        assert torch.equal(layer, old)
+
+
+@pytest.fixture(scope="module")
+def rewrite(cache_dir: Path) -> PreparedCall:
+    return prepare(
+        default_pack("slot_remap"),
+        family="slot_remap",
+        layout="int32",
+        capacity={"requests": 4, "context": 70, "entries": 100},
+        device="cpu",
+        checked=True,
+        cache_dir=cache_dir,
+    )
+
+
+def test_maps_and_lists_follow(rewrite: PreparedCall) -> None:
+    slot_map = torch.arange(20, dtype=torch.int32).flip(0).contiguous()
+    tokens = torch.arange(3 * 67, dtype=torch.int32).reshape(3, 67) % 20
+    lengths, listed = at(0, 67, 5), torch.tensor([3, -1, 19, 20])
+    expected = tokens.clone()
+    expected[1] = 19 - tokens[1]
+    expected[2, :5] = 19 - tokens[2, :5]
+    rewrite(slot_map=slot_map, lengths=lengths, req_to_token=tokens, slot_list=listed)
+    assert torch.equal(tokens, expected)
+    assert listed.tolist() == [16, -1, 0, 20], "what is no slot stays"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"slot_map": torch.full((20,), 20, dtype=torch.int32)}, "slot_map: points outside the pool"),
+        ({"lengths": at(71, 1)}, "lengths: are not those of rows, 1 to 71 for rows of 70"),
+        ({"lengths": None}, "lengths: goes with req_to_token"),
+        ({"lengths": at(1)}, r"lengths: must have shape \[2\]"),
+        ({"slot_list": torch.zeros(101, dtype=torch.int64)}, "slot_list: has too many entries, 101, prepared for 100"),
+    ],
+)
+def test_a_wrong_rewrite_is_refused_by_name(rewrite: PreparedCall, change: dict[str, Any], reason: str) -> None:
+    tokens = torch.zeros(2, 70, dtype=torch.int32)
+    arguments: dict[str, Any] = {
+        "slot_map": torch.ones(20, dtype=torch.int32),
+        "lengths": at(3, 70),
+        "req_to_token": tokens,
+    } | change
+    with pytest.raises(TensorError, match=reason):
+        rewrite(**arguments)
+    assert not tokens.any()
+
+
+LAYOUT_PROBLEMS: list[tuple[Spec, Candidate, str]] = [
+    (MOVES, {"row_bytes": 1150, "moves": "any"}, "row_bytes"),
+    (MOVES, {"row_bytes": 1152, "moves": "some"}, "moves"),
+    (MOVES, {"moves": "any"}, "row_bytes"),
+    (REMAP, {"map": "int64"}, "map"),
+]
+
+
+@pytest.mark.parametrize(("spec", "layout", "field"), LAYOUT_PROBLEMS)
+def test_a_layout_without_a_kernel_is_refused(spec: Spec, layout: Candidate, field: str) -> None:
+    problem = spec.family.layout_problem(layout)
+    assert problem is not None
+    assert problem[0] == field
+
+
+def test_a_table_holds_one_address_a_slice() -> None:
+    assert slice_addresses(4096, np.zeros((3, 5, 2), np.uint16)).tolist() == [4096, 4116, 4136]
