@@ -14,13 +14,13 @@ from kgen.targets import Target
 
 Bound = Literal["dram", "mma", "shared", "gather", "latency"]
 
-SYNC_CLK = 630.0
-"""What one barrier of a step exposes: draining the mma pipeline, softmax, exchange. Fitted (docs/model.md)."""
-SHARED_EXPOSED = 0.58
-"""Share of a block's shared-memory time that its own mma do not hide: fragments are fetched one step ahead. Fitted."""
-STREAM_BYTES_PER_CLK = 12.0
+SYNC_CLK = 118.0
+"""What one barrier of a step exposes. Fitted (docs/model.md)."""
+SHARED_EXPOSED = 0.84
+"""Share of a block's shared-memory time that its own mma do not hide. Fitted."""
+STREAM_BYTES_PER_CLK = 14.5
 """Rate at which one SM moves what a block reads or writes once, through L2. Fitted (docs/model.md)."""
-SHARING_LOSS = 1.15
+SHARING_LOSS = 1.24
 """How much longer than its work a unit is busy when blocks share the SM. Fitted (docs/model.md)."""
 
 
