@@ -282,6 +282,6 @@ def test_an_empty_database_flag_is_refused() -> None:
 
 
 def test_render_refuses_what_cannot_compile() -> None:
-    done = run("render", "--set", "tile_m=32")
+    done = run("render", "--set", "tile_m=16")
     assert done.returncode == 2
     assert "tiles divide evenly among warps" in done.stderr

@@ -38,7 +38,8 @@ def tile_m(winner: Winner) -> int:
 
 def test_the_fastest_wins_and_says_all_that_a_pack_needs(db: TuningDatabase) -> None:
     best = make_trial(timed(8.0, 7.9, 8.5), m=32, relative_error=1e-3, spill_bytes=8)
-    winner = won(db, make_trial(timed(12.0), m=16), best, make_trial(timed(10.0), m=64))
+    others = [make_trial(timed(time_us), m=m, spill_bytes=8) for time_us, m in ((12.0, 16), (10.0, 64))]
+    winner = won(db, others[0], best, others[1])
     assert winner == Winner(
         layout_name="kimi_tp8", layout=LAYOUT, point=POINT, candidate={"tile_m": 32, "gather": "bulk"},
         candidate_key='gather="bulk",tile_m=32', source_name="verify_mla__m32", source_sha256=best.source_sha256,
@@ -142,8 +143,6 @@ LIGHT = {"shared_bytes": 1024}
         ({}, {"times": (timed(10.2, 9.0, 11.0),)}, 16, True),
         ({}, {"times": (timed(10.2, 9.0, 11.0),), "registers": 64}, 32, True),
         ({}, {"times": (timed(10.2, 9.0, 11.0),), "registers": None}, 16, True),
-        ({"spill_bytes": 8}, {"times": (timed(10.2, 9.0, 11.0),), "shared_bytes": 99999}, 32, True),
-        ({"spill_bytes": 8}, {"times": (timed(10.2, 10.1, 11.0),)}, 16, False),
         ({"evidence": "modelled"}, {**LIGHT, "evidence": "modelled", "times": (timed(10.1),)}, 32, True),
         ({"evidence": "modelled"}, {**LIGHT, "evidence": "modelled", "times": (timed(10.11),)}, 16, False),
     ],
@@ -151,6 +150,29 @@ LIGHT = {"shared_bytes": 1024}
 def test_ties(db: TuningDatabase, first: dict[str, Any], second: dict[str, Any], expected: int, tie: bool) -> None:
     winner = won(db, make_trial(m=16, **({"times": (timed(10.0),)} | first)), make_trial(m=32, **second))
     assert (tile_m(winner), winner.tie) == (expected, tie)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected", "tie"),
+    [
+        (8, {"times": (timed(99.0),), "shared_bytes": 99999}, 32, False),
+        (8, {"times": (timed(99.0),), "spill_bytes": None}, 32, False),  # nothing known of a spill
+        (8, {"times": (timed(10.1),), "spill_bytes": 4}, 16, False),
+        (8, {"times": (timed(10.2, 10.0, 11.0),), "spill_bytes": 16, **LIGHT}, 32, True),
+        (0, {"times": (timed(1.0),), "spill_bytes": 1}, 16, False),
+    ],
+)
+def test_what_spills_wins_only_among_what_spills(
+    db: TuningDatabase, first: int, second: dict[str, Any], expected: int, tie: bool
+) -> None:
+    winner = won(db, make_trial(timed(10.0), m=16, spill_bytes=first), make_trial(m=32, **second))
+    assert (tile_m(winner), winner.tie) == (expected, tie)
+
+
+def test_a_spill_elsewhere_rules_nothing_out(db: TuningDatabase) -> None:
+    """Only what may be compared counts: here every measured candidate spills, and a modelled one does not."""
+    modelled = make_trial(timed(1.0), m=64, evidence="modelled")
+    assert tile_m(won(db, modelled, make_trial(timed(9.0), m=16, spill_bytes=8))) == 16
 
 
 def retold(records: list[TrialRecord], target: str) -> dict[str, tuple[str, float, str, bool]]:
@@ -198,6 +220,8 @@ def retold(records: list[TrialRecord], target: str) -> dict[str, tuple[str, floa
             (r, t) for r, t in here
             if digest[id(r)] == max(digest[id(o)] for o, _ in here if o.candidate == r.candidate)
         ]  # fmt: skip
+        if not all(r.spill_bytes for r, _ in here):
+            here = [(r, t) for r, t in here if not r.spill_bytes]
         least = min(t.time_us for _, t in here)
         fastest = min((cost(r), r, t) for r, t in here if t.time_us == least)  # keys differ, so records never compare
         slack = 1.01 if fastest[1].evidence == "modelled" else None
@@ -219,7 +243,7 @@ def cost(record: TrialRecord) -> tuple[Any, ...]:
     many = 10**9
     shared = many if record.shared_bytes is None else record.shared_bytes
     registers = many if record.registers is None else record.registers
-    return (record.spill_bytes or 0) > 0, shared, registers, key_text(record.candidate)
+    return shared, registers, key_text(record.candidate)
 
 
 def answered(records: list[TrialRecord], target: str) -> dict[str, tuple[str, float, str, bool]]:

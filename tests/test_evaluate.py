@@ -204,7 +204,7 @@ def test_a_gpu_is_shown_what_the_model_thinks_of_first(monkeypatch: pytest.Monke
         variant(tile_m=rows, tile_n=keys, stages=stages, k_split=4)
         for rows in (16, 32, 64)
         for keys in (16, 32)
-        for stages in (1, 2, 3)
+        for stages in (2, 3, 4)
     ]
     found = on_gpu(PretendedMeasure()).promising(iter(every))
     modelled = [trial for trial in ModelEvaluator(study("sm_90")).evaluate(every) if trial.status == "ok"]
@@ -219,7 +219,14 @@ def test_jobs_are_timed_in_one_batch_beside_the_default(monkeypatch: pytest.Monk
     """Two at a time, in whatever order they are built; two that share a source are two jobs."""
     built(monkeypatch)
     measure = PretendedMeasure()
-    variants = [variant(), variant(gather="cp_async"), variant(stages=1), variant(split_waves=2), variant(warps=4)]
+    changes: list[dict[str, int | str]] = [
+        {},
+        {"gather": "cp_async"},
+        {"stages": 2},
+        {"split_waves": 2},
+        {"refill": "eager"},
+    ]
+    variants = [variant(**change) for change in changes]
     trials = DeviceTrials(replace(study(), jobs=2), cast("DeviceEvaluator", measure), SPEC.targets["sm_90"])
     records = list(trials.evaluate(variants))
     names = [f"h8_p1 {candidate_key(item.candidate)}" for item in variants]

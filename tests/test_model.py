@@ -119,7 +119,7 @@ def test_a_launch_by_hand() -> None:
     compute = mma + model.SHARED_EXPOSED * shared + 2 * model.SYNC_CLK
     assert compute > gather
     clk = 100 * compute + 1.0e5 / model.STREAM_BYTES_PER_CLK
-    assert one_us() == pytest.approx(1.0 + 0.8 + clk / 2617)
+    assert one_us() == pytest.approx(SM_120.launch_us + SM_120.dram_latency_us + clk / 2617)
 
 
 def test_one_stage_waits_for_its_rows_and_more_do_not() -> None:
@@ -140,7 +140,8 @@ def test_two_resident_blocks_hide_each_others_latency_but_not_each_others_traffi
         "blocks": 376,
         "step_mma_flop": 1.0e5,
         "step_shared_bytes": 1.0e4,
-        "step_gather_bytes": 1.0e4,
+        "step_gather_bytes": 1.0e3,
+        "block_bytes": 1.0e4,
     }
     assert one_us(resident=2, **light) < 0.6 * one_us(resident=1, **light)
     heavy: dict[str, Any] = {"blocks": 376, "step_gather_bytes": 1.0e6, "block_bytes": 0.0, "step_syncs": 0.0}
@@ -148,7 +149,8 @@ def test_two_resident_blocks_hide_each_others_latency_but_not_each_others_traffi
 
 
 def test_no_launch_is_faster_than_its_bytes() -> None:
-    assert one_us(dram_bytes=1.792e9) == pytest.approx(1000.0 + 0.8 + 1.0)
+    fixed_us = SM_120.launch_us + SM_120.dram_latency_us
+    assert one_us(dram_bytes=1.792e9) == pytest.approx(1000.0 + fixed_us)
 
 
 def test_spills_cost_shared_bandwidth() -> None:

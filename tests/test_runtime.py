@@ -18,6 +18,7 @@ from kgen.errors import ForeignArchError, InputError, LayoutMissingError, PackEr
 from kgen.families.verify_mla import pack_mask
 from kgen.family import Case
 from kgen.runtime import PreparedCall, mask_words, pack_tree_mask, prepare
+from kgen.runtime.backends import EMULATED_SMS
 from kgen.runtime.launch import plan_levels
 from kgen.runtime.pack_reader import Pack
 from kgen.spec import Spec
@@ -132,7 +133,8 @@ def test_a_promise_of_fewer_nodes_shrinks_the_grid(
     monkeypatch.setattr(call._backend, "run", spy)
     check(spec, call, CASES["one_node"])
     check(spec, call, CASES["one_node"], nodes=1)
-    assert [grid[0] * grid[2] for grid in grids] == [16, 1]
+    tiles = 32 * 8 // 16, 1  # of query rows: as many nodes as the mask has bits for, and one
+    assert [grid[0] for grid in grids] == [max(EMULATED_SMS, count) for count in tiles]
 
 
 def test_an_empty_call_launches_nothing(call: PreparedCall, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,9 @@ class Log:
     proven: list[SourceKey] = field(default_factory=list)
     before_trial: Callable[[int], None] = lambda number: None
     is_wrong: Callable[[Variant], bool] = lambda variant: False
+    does_not_compile: Callable[[Candidate], bool] = lambda candidate: (
+        candidate.get("tile_n") == 16 and candidate.get("gather") == "cp_async"
+    )
 
 
 class PretendedEvaluator:
@@ -68,7 +71,7 @@ class PretendedEvaluator:
             self._log.before_trial(len(self._log.evaluated))
             self._log.evaluated.append((variant.layout_name, candidate_key(variant.candidate)))
             record = blank_record(self._study, variant, self)
-            if variant.candidate.get("tile_n") == 16 and variant.candidate.get("gather") == "cp_async":
+            if self._log.does_not_compile(variant.candidate):
                 yield replace(record, status="compile_error", reason="pretended")
                 continue
             times = []
