@@ -43,7 +43,7 @@ def shipped_times() -> list[Timed]:
     """Every candidate and point that was timed on sm_90 inside sm_120's limits, estimates left out."""
     with TuningDatabase.open("sqlite://") as database:
         import_text(database, [TUNING_DB])
-        trials = database.trials(target="sm_90", envelope="sm_120", status="ok")
+        trials = database.trials(family="verify_mla", target="sm_90", envelope="sm_120", status="ok")
     return [
         Timed((trial.layout_name, key_text(time.point)), time.time_us, modelled_us(trial, time.point))
         for trial in trials

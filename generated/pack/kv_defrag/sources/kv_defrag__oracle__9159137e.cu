@@ -48,6 +48,9 @@ struct alignas(16) uint4v {
 };
 
 KGEN_DEVICE float to_float(bf16 value) { return __uint_as_float(static_cast<uint32_t>(value.bits) << 16); }
+// The elements of a bf16 pair.
+KGEN_DEVICE float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+KGEN_DEVICE float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 // Round to nearest even; `low` lands in the lower half (the lower address).
 KGEN_DEVICE uint32_t pack_bf16x2(float low, float high) {
   uint32_t packed;
@@ -68,8 +71,26 @@ KGEN_DEVICE float log2_approx(float x) {
 KGEN_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 KGEN_DEVICE float infinity() { return __uint_as_float(0x7f800000u); }
 
-// A pointer to device memory. `load_as<V>` and `store_as<V>` move one V that starts at element `i` and
-// must be aligned for V.
+// One load or store of 8 or 16 bytes, as such: the compiler splits those of structs as it likes.
+KGEN_DEVICE void load_wide(uint2v& value, const void* from) {
+  asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(from) : "memory");
+}
+KGEN_DEVICE void load_wide(uint4v& value, const void* from) {
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from)
+               : "memory");
+}
+KGEN_DEVICE void store_wide(void* to, const uint2v& value) {
+  asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(value.x), "r"(value.y) : "memory");
+}
+KGEN_DEVICE void store_wide(void* to, const uint4v& value) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+// A pointer to device memory. `load_as<V>` and `store_as<V>` move one uint2v or uint4v that starts at element
+// `i` and must be aligned for it.
 template <typename T>
 struct Global {
   T* pointer;
@@ -79,11 +100,13 @@ struct Global {
   KGEN_DEVICE void store(int64_t i, T value) const { pointer[i] = value; }
   template <typename V>
   KGEN_DEVICE V load_as(int64_t i) const {
-    return *reinterpret_cast<const V*>(pointer + i);
+    V value;
+    load_wide(value, pointer + i);
+    return value;
   }
   template <typename V>
   KGEN_DEVICE void store_as(int64_t i, V value) const {
-    *reinterpret_cast<V*>(pointer + i) = value;
+    store_wide(pointer + i, value);
   }
 };
 
@@ -119,11 +142,40 @@ KGEN_DEVICE void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Arrives at a named barrier without waiting for the others.
+KGEN_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// The barrier, and whether the predicate holds for any of its threads.
+KGEN_DEVICE bool named_barrier_any(int id, int threads, bool predicate) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred mine, all;\nsetp.ne.b32 mine, %3, 0;\n"
+      "bar.red.or.pred all, %1, %2, mine;\nselp.b32 %0, 1, 0, all;\n}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<int>(predicate))
+      : "memory");
+  return any != 0;
+}
+
 // Warp collectives: all 32 lanes take part, always.
 KGEN_DEVICE void warp_sync() { __syncwarp(); }
 KGEN_DEVICE float shuffle_xor(float value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+KGEN_DEVICE int shuffle_xor(int value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+KGEN_DEVICE uint32_t shuffle_xor(uint32_t value, int lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
 KGEN_DEVICE float shuffle(float value, int source_lane) { return __shfl_sync(0xffffffffu, value, source_lane); }
 KGEN_DEVICE int shuffle(int value, int source_lane) { return __shfl_sync(0xffffffffu, value, source_lane); }
+template <typename T>
+KGEN_DEVICE Global<T> shuffle(Global<T> value, int source_lane) {
+  const auto bits = reinterpret_cast<unsigned long long>(value.pointer);
+  return {reinterpret_cast<T*>(__shfl_sync(0xffffffffu, bits, source_lane))};
+}
+KGEN_DEVICE int warp_sum(int value) { return __reduce_add_sync(0xffffffffu, value); }
+// The lanes for which the predicate holds, as bits; and the lowest of them.
+KGEN_DEVICE uint32_t warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+KGEN_DEVICE int lowest_lane(uint32_t lanes) { return __ffs(static_cast<int>(lanes)) - 1; }
 KGEN_DEVICE bool warp_any(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8.
@@ -173,6 +225,16 @@ KGEN_DEVICE void bulk_copy(uint32_t destination, Global<T> source, int bytes, ui
   asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
                "l"(source.pointer), "r"(bytes), "r"(barrier)
                : "memory");
+}
+// The same by a warp: all lanes give the same arguments and one elected lane issues the copy. (Lanes with a copy each
+// would cost a loop over them.)
+template <typename T>
+KGEN_DEVICE void warp_bulk_copy(uint32_t destination, Global<T> source, int bytes, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\n"
+      "@elected cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
+      ::"r"(destination), "l"(source.pointer), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 template <typename T>
 KGEN_DEVICE void cp_async_16(uint32_t destination, Global<T> source) {
