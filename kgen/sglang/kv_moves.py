@@ -1,0 +1,78 @@
+"""SGLang's ``MLATokenToKVPool.move_kv_cache`` in one launch for all layers, instead of two a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kgen.errors import KgenError
+from kgen.runtime import Pack, PointerTable, PreparedCall, prepare
+from kgen.sglang.tally import Tally
+
+KIND = "a KV move"
+MOST_ROWS = 512
+"""Rows that one call moves: accepted nodes of all requests. A longer list goes to SGLang."""
+
+
+class PoolMover:
+    """The prepared call for the layers of one pool. Raises KgenError where the pack has nothing for its rows."""
+
+    def __init__(self, pack: Pack, layers: list[Any]) -> None:
+        self.table = PointerTable(layers)
+        self.call: PreparedCall = prepare(
+            pack,
+            family="kv_defrag",
+            layout={"row_bytes": self.table.row_bytes, "moves": "any"},
+            capacity={"layers": self.table.entries, "rows": MOST_ROWS},
+            device=self.table.device,
+        )
+
+    def serves(self, layers: list[Any]) -> bool:
+        """Whether these are the tensors that the table was made of."""
+        same = zip(self.table.tensors, layers, strict=False)
+        return len(layers) == self.table.entries and all(mine is other for mine, other in same)
+
+
+class KvMoves:
+    """The hook around ``move_kv_cache``. Each pool's call is prepared when it first moves something."""
+
+    def __init__(self, pack: Pack, tally: Tally) -> None:
+        self._pack, self._tally = pack, tally
+        self._movers: WeakKeyDictionary[Any, PoolMover | str] = WeakKeyDictionary()
+
+    def __call__(self, original: Any, pool: Any, tgt_loc: Any, src_loc: Any) -> Any:
+        """Move as ``original(pool, tgt_loc, src_loc)`` would: each target gets what its source held before."""
+        if tgt_loc.numel() == 0:
+            return None
+        mover = self._mover(pool, tgt_loc)
+        if isinstance(mover, str):
+            self._tally.left_to_sglang(KIND, mover)
+            return original(pool, tgt_loc, src_loc)
+        try:
+            mover.call(layer_ptrs=mover.table, src_slots=src_loc.reshape(-1), dst_slots=tgt_loc.reshape(-1))
+        except KgenError as error:  # found before anything is launched
+            self._tally.left_to_sglang(KIND, str(error))
+            return original(pool, tgt_loc, src_loc)
+        self._tally.did(KIND)
+        return None
+
+    def _mover(self, pool: Any, tgt_loc: Any) -> PoolMover | str:
+        """The mover of a pool, or why there is none for this call."""
+        if tgt_loc.numel() > MOST_ROWS:
+            return f"more than {MOST_ROWS} rows"
+        known = self._movers.get(pool)
+        if isinstance(known, str) or (known is not None and known.serves(pool.kv_buffer)):
+            return known
+        if _is_capturing(tgt_loc):
+            return "the first move of a pool is inside a graph capture"
+        try:
+            self._movers[pool] = PoolMover(self._pack, pool.kv_buffer)
+        except KgenError as error:
+            self._movers[pool] = str(error)
+        return self._movers[pool]
+
+
+def _is_capturing(tensor: Any) -> bool:
+    import torch
+
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,96 @@
+"""Moves of KV rows: kgen's hook and SGLang's own method leave the same bytes."""
+
+from __future__ import annotations
+
+import sglang_harness as harness  # first: it prepares triton  # isort: skip
+
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+from kgen.sglang.kv_moves import MOST_ROWS, KvMoves
+from kgen.sglang.plugin import checked_pack
+from kgen.sglang.tally import Tally
+
+ORIGINAL = MLATokenToKVPool.move_kv_cache
+LAYERS = 3
+
+
+def filled_pool(dtype: torch.dtype, rope: int = harness.ROPE, seed: int = 0) -> Any:
+    pool = harness.make_pool(60, LAYERS, dtype, rope=rope)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in pool.kv_buffer:
+        layer.view(torch.uint8).random_(0, 256, generator=generator)
+    return pool
+
+
+def hook() -> tuple[KvMoves, Tally]:
+    tally = Tally()
+    return KvMoves(checked_pack("kv_defrag"), tally), tally
+
+
+def contents(pool: Any) -> torch.Tensor:
+    return torch.stack([layer.view(torch.uint8) for layer in pool.kv_buffer])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize(
+    ("target", "source"),
+    [
+        ([5, 6, 7], [20, 31, 6]),  # 6 is source and target
+        ([1, 2, 3, 0, 0], [2, 3, 1, 0, 0]),  # a cycle, and SGLang's padding
+        ([9], [9]),
+    ],
+)
+def test_both_leave_the_same_bytes(
+    dtype: torch.dtype, index: torch.dtype, target: list[int], source: list[int]
+) -> None:
+    moves, tally = hook()
+    ours, theirs = filled_pool(dtype), filled_pool(dtype)
+    slots = torch.tensor(target, dtype=index), torch.tensor(source, dtype=index)
+    moves(ORIGINAL, ours, *slots)
+    ORIGINAL(theirs, *slots)
+    assert torch.equal(contents(ours), contents(theirs))
+    assert tally.ran["a KV move"] == 1
+    assert not tally.left
+
+
+def test_a_pool_keeps_its_call_until_its_tensors_change() -> None:
+    moves, tally = hook()
+    pool = filled_pool(torch.bfloat16)
+    slots = torch.tensor([[4, 5]]), torch.tensor([[8, 9]])
+    moves(ORIGINAL, pool, *slots)
+    known = moves._movers[pool]
+    moves(ORIGINAL, pool, *slots)
+    assert moves._movers[pool] is known
+    pool.kv_buffer = filled_pool(torch.bfloat16, seed=1).kv_buffer
+    expected = contents(pool)[2][8].clone()
+    moves(ORIGINAL, pool, *slots)
+    assert torch.equal(contents(pool)[2][4], expected)
+    assert tally.ran["a KV move"] == 3
+
+
+def test_rows_that_the_pack_lacks_and_long_lists_go_to_sglang() -> None:
+    moves, tally = hook()
+    ours, theirs = filled_pool(torch.bfloat16, rope=32), filled_pool(torch.bfloat16, rope=32)
+    slots = torch.tensor([5]), torch.tensor([6])
+    moves(ORIGINAL, ours, *slots)
+    ORIGINAL(theirs, *slots)
+    assert torch.equal(contents(ours), contents(theirs))
+    ((_, reason),) = tally.left
+    assert "no head layout {'row_bytes': 1088, 'moves': 'any'}" in reason
+    many = torch.zeros(MOST_ROWS + 1, dtype=torch.int64)
+    moves(ORIGINAL, filled_pool(torch.bfloat16), many, many)
+    assert tally.left["a KV move", f"more than {MOST_ROWS} rows"] == 1
+    assert tally.ran["a KV move"] == 0
+
+
+def test_nothing_to_move() -> None:
+    moves, tally = hook()
+    none = torch.empty(0, dtype=torch.int64)
+    moves(ORIGINAL, filled_pool(torch.bfloat16), none, none)
+    assert not tally.ran
+    assert not tally.left

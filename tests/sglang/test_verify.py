@@ -1,0 +1,316 @@
+"""Tree verify through SGLang's classes: kgen's kernels beside the stock Triton backend on the same batch."""
+
+from __future__ import annotations
+
+import sglang_harness as harness  # first: it prepares triton  # isort: skip
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from kgen.sglang.plugin import BACKEND, checked_pack, enable
+from kgen.sglang.tally import Tally
+
+NODES = 7
+PREFIXES = (5, 0, 37)
+TOLERANCE = 0.02  # bf16 results of about 1, P rounded to bf16 in both; measured up to 0.008
+
+
+@pytest.fixture(scope="module")
+def tally() -> Tally:
+    return enable(checked_pack("verify_mla"), None)
+
+
+@pytest.fixture
+def runner(tally: Tally) -> Iterator[Any]:
+    tally.ran.clear()
+    tally.left.clear()
+    with harness.serving(nodes=NODES) as made:
+        yield made
+
+
+def backends(runner: Any) -> tuple[Any, Any]:
+    return ATTENTION_BACKENDS[BACKEND](runner), ATTENTION_BACKENDS["triton"](runner)
+
+
+def ran(tally: Tally) -> int:
+    return tally.ran["attention"]
+
+
+def test_eager(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+    got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
+    assert ran(tally) == 1
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_trees_and_ragged_prefixes(runner: Any, tally: Tally, seed: int) -> None:
+    ours, stock = backends(runner)
+    generator = torch.Generator().manual_seed(seed)
+    prefixes = torch.randint(0, 60, (4,), generator=generator).tolist()
+    step, layer = harness.make_step(runner, prefixes, NODES, seed), harness.make_layer()
+    got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
+    assert ran(tally) == 1
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+def test_a_wrong_tree_is_seen(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+    want = harness.eager(stock, layer, step)
+    step.batch.spec_info.custom_mask = None
+    chain = harness.eager(ours, layer, step)
+    assert ran(tally) == 1
+    assert (chain - want).abs().max() > 0.2
+
+
+def test_flat_q_stored_kv_and_both_mask_dtypes(runner: Any, tally: Tally) -> None:
+    ours, _ = backends(runner)
+    step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+    want = harness.eager(ours, layer, step)
+    assert torch.equal(runner.token_to_kv_pool.get_key_buffer(0)[step.batch.out_cache_loc], step.k)
+    flat = harness.eager(ours, layer, step, q=step.q.flatten(1), k=step.k.clone(), save_kv_cache=False)
+    stored = harness.eager(ours, layer, step, k=None, v=None, save_kv_cache=False)
+    step.batch.spec_info.custom_mask = step.batch.spec_info.custom_mask.to(torch.uint8)
+    as_bytes = harness.eager(ours, layer, step)
+    for got in (flat, stored, as_bytes):
+        assert torch.equal(got, want)
+    assert ran(tally) == 4
+
+
+def test_kv_stays_unwritten_where_sglang_says_so(runner: Any) -> None:
+    ours, _ = backends(runner)
+    step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+    before = runner.token_to_kv_pool.get_key_buffer(0).clone()
+    harness.eager(ours, layer, step, save_kv_cache=False)
+    assert torch.equal(runner.token_to_kv_pool.get_key_buffer(0), before)
+
+
+def test_a_mask_of_the_tree_only(runner: Any, tally: Tally) -> None:
+    ours, _ = backends(runner)
+    step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+    want = harness.eager(ours, layer, step)
+    step.batch.spec_info.custom_mask = torch.stack(step.trees).flatten()
+    assert torch.equal(harness.eager(ours, layer, step), want)
+    assert ours.verify_mask.mode.name == "QLEN_ONLY"
+    ours.verify_mask.buffer.fill_(1)  # SGLang's tree builder writes into the buffer that it is given
+    ours.verify_mask.buffer[: len(PREFIXES) * NODES * NODES] = torch.stack(step.trees).flatten()
+    step.batch.spec_info.custom_mask = ours.verify_mask.buffer
+    assert torch.equal(harness.eager(ours, layer, step), want)
+    assert ran(tally) == 3
+
+
+def test_a_chain_has_no_mask(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+    step.batch.spec_info.custom_mask = None
+    got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
+    assert ran(tally) == 1
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+def test_more_nodes_than_a_mask_word(tally: Tally) -> None:
+    tally.ran.clear()
+    with harness.serving(nodes=40, max_bs=2) as runner:
+        ours, stock = backends(runner)
+        step, layer = harness.make_step(runner, (3, 20), 40), harness.make_layer()
+        got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
+        assert ran(tally) == 1
+    torch.testing.assert_close(got[:32], want[:32], atol=TOLERANCE, rtol=0)
+    reference = attend_in_float64(runner, step, 40)
+    torch.testing.assert_close(got.double().view_as(reference), reference, atol=TOLERANCE, rtol=0)
+
+
+def attend_in_float64(runner: Any, step: harness.Step, nodes: int) -> torch.Tensor:
+    """Absorbed MLA from the pool, by definition: [tokens, heads, latent]."""
+    pool = runner.token_to_kv_pool.get_key_buffer(0)[:, 0].double()
+    outputs = []
+    for index, (prefix, tree) in enumerate(zip(step.prefixes, step.trees, strict=True)):
+        row = runner.req_to_token_pool.req_to_token[step.batch.req_pool_indices[index]]
+        keys = pool[row[: prefix + nodes].long()]
+        score = torch.einsum("nhd,kd->hnk", step.q[index * nodes : (index + 1) * nodes].double(), keys) * harness.SCALE
+        hidden = torch.cat([torch.zeros(nodes, prefix, dtype=torch.bool), ~tree], 1)
+        weight = score.masked_fill(hidden, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hnk,kd->nhd", weight, keys[:, : harness.LATENT]))
+    return torch.cat(outputs)
+
+
+def test_the_reference_agrees(runner: Any) -> None:
+    ours, _ = backends(runner)
+    step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+    got = harness.eager(ours, layer, step).view(-1, 8, harness.LATENT)
+    torch.testing.assert_close(got.double(), attend_in_float64(runner, step, NODES), atol=TOLERANCE, rtol=0)
+
+
+def graph_forward(backend: Any, layer: Any, step: harness.Step, *, capture: bool = False) -> torch.Tensor:
+    """What capture, or a replay, of a CUDA graph runs, without the graph."""
+    with harness.active(backend):
+        backend.init_forward_metadata_out_graph(step.batch, in_capture=capture)
+        backend.init_forward_metadata_in_graph(step.batch)
+        output: torch.Tensor = layer(step.q, step.k, step.v, step.batch)
+    return output
+
+
+def test_a_graph_is_replayed_with_other_lengths_masks_and_padding(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    layer = harness.make_layer()
+    dummy = harness.make_step(runner, (1, 1, 1, 1), NODES)
+    dummy.batch.spec_info.custom_mask = torch.ones(4 * (1 + NODES) * NODES + 13, dtype=torch.bool)
+    dummy.batch.spec_info.draft_token = None
+    ours.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * NODES)
+    graph_forward(ours, layer, dummy, capture=True)
+    addresses = [tensor.data_ptr() for tensor in graph_tensors(ours)]
+    for seed, (prefixes, padded, masked) in enumerate(
+        [((5, 0, 37, 20), 0, True), ((30, 2), 2, True), ((9, 9, 9), 1, False), ((64,), 3, True)], start=1
+    ):
+        step = harness.make_step(runner, prefixes, NODES, seed, padded=padded)
+        if not masked:
+            step.batch.spec_info.custom_mask = None
+        got = graph_forward(ours, layer, step)
+        assert [tensor.data_ptr() for tensor in graph_tensors(ours)] == addresses
+        real = len(prefixes) * NODES
+        alone = harness.make_step(runner, prefixes, NODES, seed)
+        if not masked:
+            alone.batch.spec_info.custom_mask = None
+        want = harness.eager(stock, layer, alone)
+        torch.testing.assert_close(got[:real], want[:real], atol=TOLERANCE, rtol=0)
+    assert ran(tally) == 5
+    assert tally.ran["verify"] == 4  # what is captured is no forward
+    assert not tally.left
+
+
+def graph_tensors(backend: Any) -> list[Any]:
+    metadata = backend.forward_metadata
+    return [metadata.kv_indptr, metadata.kv_indices, metadata.qo_indptr, backend._tree_mask, backend.verify_mask.buffer]
+
+
+def test_a_replay_with_the_mask_written_in_place(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    layer = harness.make_layer()
+    ours.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * NODES)
+    graph_forward(ours, layer, harness.make_step(runner, (1,) * 4, NODES), capture=True)
+    step = harness.make_step(runner, (11, 3, 8, 0), NODES, 5)
+    want = harness.eager(stock, layer, step)
+    ours.verify_mask.buffer.copy_(torch.stack(step.trees).flatten())
+    step.batch.spec_info.custom_mask = ours.verify_mask.buffer
+    torch.testing.assert_close(graph_forward(ours, layer, step), want, atol=TOLERANCE, rtol=0)
+    assert ran(tally) == 2
+
+
+def test_graph_buffers_are_sized_by_the_batch(runner: Any) -> None:
+    ours, stock = backends(runner)
+    for backend in (ours, stock):
+        backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * NODES)
+    assert ours.cuda_graph_attn_logits.shape[0] == 4
+    assert stock.cuda_graph_attn_logits.shape[0] == 4 * NODES
+    assert ours.cuda_graph_kv_indices.numel() == 4 * 96
+    assert ours.verify_mask.buffer.numel() == 4 * NODES * NODES
+    assert ours.num_draft_tokens == NODES
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_page_sizes(tally: Tally, page_size: int) -> None:
+    tally.ran.clear()
+    with harness.serving(nodes=NODES, page_size=page_size) as runner:
+        ours, stock = backends(runner)
+        step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+        got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
+        assert ran(tally) == 1
+        assert ours._attention.layout_name == ("h8_p64" if page_size == 64 else "h8_p1")
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"logit_cap": 30.0}, "logit cap"),
+        ({"head_dim": 192, "v_head_dim": 128}, "head layout (8, 192, 128, 1)"),
+    ],
+)
+def test_layers_that_go_to_sglang(runner: Any, tally: Tally, changes: dict[str, Any], reason: str) -> None:
+    ours, stock = backends(runner)
+    step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer(**changes)
+    if "head_dim" in changes:
+        with pytest.raises(Exception, match=r"shape|size|expand"):  # the stock kernels have no such cache either
+            harness.eager(ours, layer, step)
+    else:
+        step.batch.spec_info.custom_mask = torch.stack(
+            step.trees
+        ).flatten()  # the tree only: the stock kernel needs all
+        got = harness.eager(ours, layer, step)
+        step.batch.spec_info.custom_mask = harness.full_mask(step.trees, PREFIXES)
+        assert torch.equal(got, harness.eager(stock, layer, step))
+        assert torch.equal(harness.eager(ours, layer, step), got)
+    assert tally.left["attention", reason] >= 1
+    assert ran(tally) == 0
+
+
+def test_a_layer_for_sglang_inside_a_graph(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    layer = harness.make_layer(logit_cap=30.0)
+    ours.init_cuda_graph_state(max_bs=3, max_num_tokens=3 * NODES)
+    graph_forward(ours, layer, harness.make_step(runner, (1, 1, 1), NODES), capture=True)
+    step = harness.make_step(runner, PREFIXES, NODES, 4)
+    want = harness.eager(stock, layer, step)
+    assert torch.equal(graph_forward(ours, layer, step), want)
+    assert ran(tally) == 0
+
+
+def test_decode_and_prefill_are_the_stock_ones(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    layer = harness.make_layer()
+    step = harness.make_step(runner, (6, 9), 1)
+    batch = step.batch
+    batch.forward_mode, batch.spec_info = ForwardMode.DECODE, None
+    batch.seq_lens = batch.seq_lens_cpu = batch.seq_lens + 1
+    batch.seq_lens_sum += 2
+    runner.kv_index_translator.bind_own_plan(batch)
+    decoded = [harness.eager(backend, layer, step) for backend in (ours, stock)]
+    assert torch.equal(*decoded)
+    batch.forward_mode = ForwardMode.EXTEND
+    batch.extend_prefix_lens = batch.seq_lens - 1
+    batch.extend_seq_lens = torch.ones(2, dtype=torch.int64)
+    batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = batch.extend_prefix_lens.tolist(), [1, 1]
+    runner.kv_index_translator.bind_own_plan(batch)
+    extended = [harness.eager(backend, layer, step) for backend in (ours, stock)]
+    assert torch.equal(*extended)
+    assert tally.left == {("attention", "extend is no verify"): 1}
+    assert ran(tally) == 0
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        ({"heads": 12}, "no head layout"),
+        ({"dtype": torch.float16}, "the KV cache is torch.float16, not bfloat16"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "the KV cache is torch.float8_e4m3fn, not bfloat16"),
+        ({"enable_deterministic_inference": True}, "deterministic inference"),
+        ({"speculative_num_draft_tokens": None}, "there is no speculative decoding"),
+    ],
+)
+def test_servers_that_stay_with_sglang(tally: Tally, server: dict[str, Any], reason: str) -> None:
+    tally.left.clear()
+    with harness.serving(nodes=NODES, **server) as runner:
+        ours, _ = backends(runner)
+        assert ours._attention is None
+    ((kind, said),) = tally.left
+    assert kind == "attention"
+    assert reason in said
+
+
+def test_a_server_that_stays_with_sglang_verifies_as_before(tally: Tally) -> None:
+    with harness.serving(nodes=NODES, dtype=torch.float16) as runner:
+        ours, stock = backends(runner)
+        step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+        assert torch.equal(harness.eager(ours, layer, step), harness.eager(stock, layer, step))
+        for backend in (ours, stock):
+            backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * NODES)
+        assert ours.cuda_graph_attn_logits.shape == stock.cuda_graph_attn_logits.shape
+        assert type(ours.verify_mask.buffer) is type(stock.verify_mask.buffer)

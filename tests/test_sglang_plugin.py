@@ -1,0 +1,159 @@
+"""The SGLang plug-in where there is no SGLang: it must do nothing but say so. tests/sglang has the rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packs import invented_pack
+
+from kgen.errors import PackError
+from kgen.resources import GENERATED
+from kgen.sglang import plugin
+from kgen.sglang.agreement import check_agreement, described
+from kgen.sglang.capture import WorkloadCapture
+from kgen.sglang.tally import Tally
+
+PACK = GENERATED / "pack" / "verify_mla"
+
+
+@pytest.fixture(autouse=True)
+def _every_message(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "kgen.sglang")
+
+
+def test_importing_it_needs_neither_sglang_nor_torch() -> None:
+    code = "import kgen.sglang, sys; print('sglang' in sys.modules, 'torch' in sys.modules, 'triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False False\n"
+
+
+def test_without_sglang_it_stays_out(caplog: pytest.LogCaptureFixture) -> None:
+    plugin.register()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("kgen stays out: sglang has no sglang.srt.plugins.hook_registry")
+
+
+def corrupt(folder: Path) -> None:
+    cubin = next((folder / "cubins").rglob("*.cubin"))
+    data = bytearray(cubin.read_bytes())
+    data[100] ^= 1
+    cubin.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (shutil.rmtree, "is no kernel pack"),
+        (corrupt, "does not have the sha256 that the manifest records"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: cannot be read"),
+    ],
+    ids=["missing", "corrupt", "no manifest"],
+)
+def test_without_a_sound_pack_it_stays_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spoil: object, said: str
+) -> None:
+    folder = tmp_path / "pack"
+    shutil.copytree(PACK, folder)
+    assert callable(spoil)
+    spoil(folder)
+    monkeypatch.setenv("KGEN_PACK_VERIFY_MLA", str(folder))
+    plugin.register()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("kgen stays out: ")
+    assert said in record.getMessage()
+
+
+def test_a_pack_of_another_family_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("KGEN_PACK_VERIFY_MLA", str(GENERATED / "pack" / "slot_remap"))
+    plugin.register()
+    assert "is no pack of verify_mla, it holds slot_remap" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("KGEN_PACK_KV_DEFRAG", "/nowhere")
+    assert plugin.packed_moves() is None
+    assert "kgen leaves KV moves to SGLang: /nowhere" in caplog.text
+
+
+def test_a_gpu_that_the_pack_has_nothing_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = plugin.checked_pack("verify_mla")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert plugin.missing_from_machine(pack) == "no CUDA GPU is usable"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    assert plugin.missing_from_machine(pack) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(PackError, match="the device is sm_80 and the pack has sm_120, sm_90"):
+        plugin.missing_from_machine(pack)
+
+
+def test_each_reason_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    tally = Tally()
+    for _ in range(3):
+        tally.left_to_sglang("attention", "logit cap")
+    tally.left_to_sglang("attention", "sinks")
+    tally.did("attention")
+    assert tally.left == {("attention", "logit cap"): 3, ("attention", "sinks"): 1}
+    assert tally.ran == {"attention": 1}
+    assert [record.getMessage() for record in caplog.records] == [
+        "kgen leaves attention to SGLang: logit cap",
+        "kgen leaves attention to SGLang: sinks",
+    ]
+
+
+def test_ranks_with_different_packs_are_refused() -> None:
+    one = described(invented_pack(), "")
+    assert one.startswith("pack ")
+    check_agreement([one, one])
+    with pytest.raises(PackError, match=r"rank 0: pack [0-9a-f]{16} of verify_mla; rank 1: SGLang's kernels \(old\)"):
+        check_agreement([one, described(invented_pack(), "old")])
+
+
+def batch(*prefixes: int, on_host: bool = True) -> SimpleNamespace:
+    lengths = torch.tensor(prefixes)
+    return SimpleNamespace(seq_lens=lengths, seq_lens_cpu=lengths if on_host else None)
+
+
+def test_a_capture_holds_shapes_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "capture.jsonl"
+    monkeypatch.setenv("KGEN_CAPTURE", str(path))
+    monkeypatch.setenv("KGEN_CAPTURE_LINES", "2")
+    capture = WorkloadCapture.from_environment("h8_p1")
+    capture.note(batch(100, 7), 16)
+    capture.note(batch(5, on_host=False), 8)
+    capture.note(batch(6), 8)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"family": "verify_mla", "layout": "h8_p1", "batch": 2, "nodes": 16, "prefixes": [100, 7]},
+        {"family": "verify_mla", "layout": "h8_p1", "batch": 1, "nodes": 8, "prefixes": [5]},
+    ]
+
+
+def test_a_capture_that_cannot_be_written_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    capture = WorkloadCapture(tmp_path / "no folder" / "capture.jsonl", "h8_p1")
+    capture.note(batch(1), 2)
+    capture.note(batch(1), 2)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("kgen stops capturing the workload")
+
+
+def test_lengths_on_a_gpu_are_written_when_they_have_arrived(tmp_path: Path) -> None:
+    class Arrival:
+        arrived = False
+
+        def query(self) -> bool:
+            return self.arrived
+
+    path, first, second = tmp_path / "capture.jsonl", Arrival(), Arrival()
+    capture = WorkloadCapture(path, "h8_p1")
+    capture._pending.extend([(torch.tensor([3]), first, 4), (torch.tensor([9]), second, 4)])
+    capture.note(batch(1), 4)
+    assert [json.loads(line)["prefixes"] for line in path.read_text().splitlines()] == [[1]]
+    first.arrived = True
+    capture.note(batch(2), 4)
+    assert [json.loads(line)["prefixes"] for line in path.read_text().splitlines()] == [[1], [3], [2]]
