@@ -125,9 +125,9 @@ def test_a_capture_holds_shapes_and_is_bounded(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("KGEN_CAPTURE", str(path))
     monkeypatch.setenv("KGEN_CAPTURE_LINES", "2")
     capture = WorkloadCapture.from_environment("h8_p1")
-    capture.note(batch(100, 7), 16)
-    capture.note(batch(5, on_host=False), 8)
-    capture.note(batch(6), 8)
+    capture.note(batch(100, 7, 1), 2, 16)  # the third is padding
+    capture.note(batch(5, on_host=False), 1, 8)
+    capture.note(batch(6), 1, 8)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"family": "verify_mla", "layout": "h8_p1", "batch": 2, "nodes": 16, "prefixes": [100, 7]},
         {"family": "verify_mla", "layout": "h8_p1", "batch": 1, "nodes": 8, "prefixes": [5]},
@@ -136,8 +136,8 @@ def test_a_capture_holds_shapes_and_is_bounded(tmp_path: Path, monkeypatch: pyte
 
 def test_a_capture_that_cannot_be_written_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     capture = WorkloadCapture(tmp_path / "no folder" / "capture.jsonl", "h8_p1")
-    capture.note(batch(1), 2)
-    capture.note(batch(1), 2)
+    capture.note(batch(1), 1, 2)
+    capture.note(batch(1), 1, 2)
     (record,) = caplog.records
     assert record.getMessage().startswith("kgen stops capturing the workload")
 
@@ -152,8 +152,8 @@ def test_lengths_on_a_gpu_are_written_when_they_have_arrived(tmp_path: Path) -> 
     path, first, second = tmp_path / "capture.jsonl", Arrival(), Arrival()
     capture = WorkloadCapture(path, "h8_p1")
     capture._pending.extend([(torch.tensor([3]), first, 4), (torch.tensor([9]), second, 4)])
-    capture.note(batch(1), 4)
+    capture.note(batch(1), 1, 4)
     assert [json.loads(line)["prefixes"] for line in path.read_text().splitlines()] == [[1]]
     first.arrived = True
-    capture.note(batch(2), 4)
+    capture.note(batch(2), 1, 4)
     assert [json.loads(line)["prefixes"] for line in path.read_text().splitlines()] == [[1], [3], [2]]

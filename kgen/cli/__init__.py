@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import kgen
-from kgen.cli import bench, check, console, db, defrag, doctor, pack, render, show, tune, why
+from kgen.cli import bench, check, console, coverage, db, defrag, doctor, pack, render, show, tune, why
 from kgen.errors import KgenError
 
 OVERVIEW = """Generate, prove, tune and freeze CUDA kernels from declarative specs.
@@ -42,6 +42,7 @@ app.command()(check.check)
 app.command()(bench.bench)
 app.add_typer(show.app, name="show")
 app.command()(why.why)
+app.command()(coverage.coverage)
 app.command()(doctor.doctor)
 app.add_typer(db.app, name="db")
 app.add_typer(pack.app, name="pack")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -87,6 +88,10 @@ def tune(
         str | None,
         typer.Option("--envelope", metavar="NAME", help="Target whose limits every launch keeps. Default: --target."),
     ] = None,
+    workload: Annotated[
+        Path | None,
+        typer.Option("--workload", metavar="FILE", help="Weigh shapes as a server captured them (docs/sglang.md)."),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Try candidates, prove the best, record every trial.
@@ -102,6 +107,7 @@ def tune(
       kgen tune --spec verify_mla.yaml
       kgen tune --layout h8_p1 --layout h16_p1 --trials 64 --time-budget 10m
       kgen tune --layout h8_p1 --try tile_m=32,k_split=4 --try tile_m=16,warps=4,row_groups=1,k_split=4
+      kgen tune --layout h8_p1 --workload capture.jsonl
       kgen tune --target sm_90 --envelope sm_120 --evaluator device --json
 
     Trials go to --db; the table of winners, one row a kernel and layout, goes to stdout.
@@ -110,6 +116,10 @@ def tune(
     from kgen.tune import tune as run
 
     loaded = load(spec)
+    if workload is not None:
+        from kgen.workload import read_capture, weighted_by
+
+        loaded = weighted_by(loaded, read_capture(workload, loaded.family.name))
     url = database_url(db)
     options = TuneOptions(
         spec=loaded,

@@ -40,6 +40,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         self.tally = tally
         self._tree_mask: Any = None  # of this forward: int32 [tokens, words], or None for a chain
         self._full_mask: Any = None  # of this forward, for calls that go to SGLang
+        self._of_layers: dict[int, str] = {}  # why a layer's verify is SGLang's, by layer_id
         self._attention: VerifyAttention | None = None
         reason = self._unsuitable(model_runner)
         if not reason:
@@ -143,9 +144,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             rows = self._tree[: forward_batch.batch_size * nodes * nodes].view(-1, nodes, nodes)
             rows.copy_(self._chain[:nodes, :nodes].expand_as(rows))
         else:
-            tokens = spec_info.draft_token  # of the requests that are not padding
-            requests = forward_batch.batch_size if tokens is None else tokens.numel() // nodes
-            self._take_tree(mask, forward_batch, min(requests, forward_batch.batch_size))
+            self._take_tree(mask, forward_batch, self._requests(forward_batch))
         if not in_capture:
             self._note_forward(forward_batch)
 
@@ -161,6 +160,11 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         assert self._attention is not None
         nodes = self.forward_metadata.max_extend_len
         return bool(forward_batch.batch_size <= self._attention.batch and nodes <= self._attention.nodes)
+
+    def _requests(self, forward_batch: Any) -> int:
+        """Requests of a batch that are not padding: those that have draft tokens."""
+        tokens, batch = getattr(forward_batch.spec_info, "draft_token", None), int(forward_batch.batch_size)
+        return batch if tokens is None else min(batch, tokens.numel() // self.forward_metadata.max_extend_len)
 
     def _take_tree(self, mask: Any, forward_batch: Any, batch: int) -> None:
         """Bring the tree part of a mask, in either layout, to the front of the buffer."""
@@ -184,7 +188,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
 
     def _note_forward(self, forward_batch: Any) -> None:
         self.tally.did("verify")
-        self._capture.note(forward_batch, self.forward_metadata.max_extend_len)
+        self._capture.note(forward_batch, self._requests(forward_batch), self.forward_metadata.max_extend_len)
 
     # Attention, once a layer.
 
@@ -203,7 +207,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         extras = {"sinks": sinks, "score_mod": score_mod, "aux_tensors": aux_tensors}
         if self._attention is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **extras)
-        reason = self._not_ours(q, k, v, layer, forward_batch, extras)
+        reason = self._not_ours(k, v, layer, forward_batch, extras)
         if not reason:
             if k is not None and save_kv_cache:
                 self._set_kv_buffer(forward_batch, layer, KVWriteLoc.for_batch(forward_batch), k, v)
@@ -222,21 +226,31 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         finally:
             self.forward_metadata = kept
 
-    def _not_ours(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, extras: Mapping[str, Any]) -> str:
+    def _not_ours(self, k: Any, v: Any, layer: Any, forward_batch: Any, extras: Mapping[str, Any]) -> str:
         """Why a call is SGLang's to serve, or nothing."""
         assert self._attention is not None
         if not forward_batch.forward_mode.is_target_verify():
             return f"{forward_batch.forward_mode.name.lower()} is no verify"
         if not self._attention_fits(forward_batch):
             return f"more than {self._attention.batch} requests or {self._attention.nodes} nodes"
+        if (k is None) != (v is None):
+            return "only one of K and V"
+        given = [name for name, value in extras.items() if value is not None]
+        if given:
+            return given[0]
+        if layer.layer_id not in self._of_layers:
+            self._of_layers[layer.layer_id] = self._unsuitable_layer(layer)
+        return self._of_layers[layer.layer_id]
+
+    def _unsuitable_layer(self, layer: Any) -> str:
+        """Why a layer's verify is none for kgen, or nothing; it stays so."""
+        assert self._attention is not None
         shape = layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim, layer.tp_k_head_num
         reasons = {
             f"head layout {shape}": shape != (*self._attention.shape, 1),
-            "only one of K and V": (k is None) != (v is None),
-            **{name: value is not None for name, value in extras.items()},
             "logit cap": bool(layer.logit_cap),
             "scaled K": layer.k_scale is not None,
-            "sliding window layer": (-1 if layer.sliding_window_size is None else layer.sliding_window_size) > -1,
+            "sliding window layer": layer.sliding_window_size is not None and layer.sliding_window_size > -1,
             "not causal self-attention": layer.is_cross_attention or layer.attn_type != AttentionType.DECODER,
             "temperature by length": layer.xai_temperature_len > 0,
         }

@@ -35,18 +35,18 @@ class WorkloadCapture:
         lines = int(os.environ.get(LINES_VARIABLE) or DEFAULT_LINES)
         return cls(Path(named) if named and first else None, layout, lines)
 
-    def note(self, forward_batch: Any, nodes: int) -> None:
-        """Record a forward. Lengths that are on the GPU only are copied aside and written once they have arrived."""
-        if self._path is None or self._left <= 0:
+    def note(self, forward_batch: Any, requests: int, nodes: int) -> None:
+        """Record the first ``requests`` of a forward; the others are padding. Lengths that are on the GPU only are copied aside and written once they have arrived."""
+        if self._path is None or self._left <= 0 or requests == 0:
             return
         self._write_arrived()
         lengths = forward_batch.seq_lens_cpu
         if lengths is None and not forward_batch.seq_lens.is_cuda:
             lengths = forward_batch.seq_lens
         if lengths is not None:
-            self._write(lengths.tolist(), nodes)
+            self._write(lengths[:requests].tolist(), nodes)
         elif len(self._pending) < PENDING:
-            self._pending.append((*_copied_aside(forward_batch.seq_lens), nodes))
+            self._pending.append((*_copied_aside(forward_batch.seq_lens[:requests]), nodes))
 
     def _write_arrived(self) -> None:
         while self._pending and self._pending[0][1].query():
