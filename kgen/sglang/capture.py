@@ -36,7 +36,10 @@ class WorkloadCapture:
         return cls(Path(named) if named and first else None, layout, lines)
 
     def note(self, forward_batch: Any, requests: int, nodes: int) -> None:
-        """Record the first ``requests`` of a forward; the others are padding. Lengths that are on the GPU only are copied aside and written once they have arrived."""
+        """Record the first ``requests`` of a forward; the others are padding.
+
+        Lengths that are on the GPU only are copied aside and written once they have arrived.
+        """
         if self._path is None or self._left <= 0 or requests == 0:
             return
         self._write_arrived()

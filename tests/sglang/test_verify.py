@@ -19,7 +19,6 @@ from kgen.sglang.tally import Tally
 
 NODES = 7
 PREFIXES = (5, 0, 37)
-CLOSE = {"atol": 0.02, "rtol": 2**-7}  # bf16 results, and P rounded to bf16, in both; an ulp is up to 2**-7 of a value
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +38,11 @@ def backends(runner: Any) -> tuple[Any, Any]:
     return ATTENTION_BACKENDS[BACKEND](runner), ATTENTION_BACKENDS["triton"](runner)
 
 
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """bf16 results, from P rounded to bf16, on both sides; an ulp is up to 2**-7 of a value."""
+    torch.testing.assert_close(got, want, atol=0.02, rtol=2**-7)
+
+
 def ran(tally: Tally) -> int:
     return tally.ran["attention"]
 
@@ -49,7 +53,7 @@ def test_eager(runner: Any, tally: Tally) -> None:
     got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
     assert ran(tally) == 1
     assert got.shape == want.shape
-    torch.testing.assert_close(got, want, **CLOSE)
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -60,7 +64,7 @@ def test_random_trees_and_ragged_prefixes(runner: Any, tally: Tally, seed: int) 
     step, layer = harness.make_step(runner, prefixes, NODES, seed), harness.make_layer()
     got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
     assert ran(tally) == 1
-    torch.testing.assert_close(got, want, **CLOSE)
+    assert_close(got, want)
 
 
 def test_a_wrong_tree_is_seen(runner: Any, tally: Tally) -> None:
@@ -115,7 +119,7 @@ def test_a_chain_has_no_mask(runner: Any, tally: Tally) -> None:
     step.batch.spec_info.custom_mask = None
     got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
     assert ran(tally) == 1
-    torch.testing.assert_close(got, want, **CLOSE)
+    assert_close(got, want)
 
 
 def test_more_nodes_than_a_mask_word(tally: Tally) -> None:
@@ -125,9 +129,9 @@ def test_more_nodes_than_a_mask_word(tally: Tally) -> None:
         step, layer = harness.make_step(runner, (3, 20), 40), harness.make_layer()
         got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
         assert ran(tally) == 1
-    torch.testing.assert_close(got[:32], want[:32], **CLOSE)
+    assert_close(got[:32], want[:32])
     reference = attend_in_float64(runner, step, 40)
-    torch.testing.assert_close(got.double().view_as(reference), reference, **CLOSE)
+    assert_close(got.double().view_as(reference), reference)
 
 
 def attend_in_float64(runner: Any, step: harness.Step, nodes: int) -> torch.Tensor:
@@ -148,7 +152,7 @@ def test_the_reference_agrees(runner: Any) -> None:
     ours, _ = backends(runner)
     step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
     got = harness.eager(ours, layer, step).view(-1, 8, harness.LATENT)
-    torch.testing.assert_close(got.double(), attend_in_float64(runner, step, NODES), **CLOSE)
+    assert_close(got.double(), attend_in_float64(runner, step, NODES))
 
 
 def graph_forward(backend: Any, layer: Any, step: harness.Step, *, capture: bool = False) -> torch.Tensor:
@@ -182,7 +186,7 @@ def test_a_graph_is_replayed_with_other_lengths_masks_and_padding(runner: Any, t
         if not masked:
             alone.batch.spec_info.custom_mask = None
         want = harness.eager(stock, layer, alone)
-        torch.testing.assert_close(got[:real], want[:real], **CLOSE)
+        assert_close(got[:real], want[:real])
     assert ran(tally) == 5
     assert tally.ran["verify"] == 4  # what is captured is no forward
     assert not tally.left
@@ -202,7 +206,7 @@ def test_a_replay_with_the_mask_written_in_place(runner: Any, tally: Tally) -> N
     want = harness.eager(stock, layer, step)
     ours.verify_mask.buffer.copy_(torch.stack(step.trees).flatten())
     step.batch.spec_info.custom_mask = ours.verify_mask.buffer
-    torch.testing.assert_close(graph_forward(ours, layer, step), want, **CLOSE)
+    assert_close(graph_forward(ours, layer, step), want)
     assert ran(tally) == 2
 
 
@@ -226,7 +230,7 @@ def test_page_sizes(tally: Tally, page_size: int) -> None:
         got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
         assert ran(tally) == 1
         assert ours._attention.layout_name == ("h8_p64" if page_size == 64 else "h8_p1")
-    torch.testing.assert_close(got, want, **CLOSE)
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize("reason", ["logit cap", "sinks", "scaled K"])
