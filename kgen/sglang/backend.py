@@ -54,12 +54,14 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
 
     def _unsuitable(self, model_runner: Any) -> str:
         """Why this server's verify is none for kgen, or nothing."""
-        pool, dtype = model_runner.token_to_kv_pool, model_runner.token_to_kv_pool.dtype
+        pool = model_runner.token_to_kv_pool
+        dtype = getattr(pool, "dtype", None)  # pools of hybrid models have several
         reasons = {
             "the model has no MLA": not self.use_mla,
             "this is a draft model": self.is_draft_runner or self.skip_prefill,
             "there is no speculative decoding": not self.num_draft_tokens,
-            f"the KV cache is {dtype}, not bfloat16": dtype != torch.bfloat16 or pool.store_dtype != dtype,
+            f"the KV cache is {dtype}, not bfloat16": dtype != torch.bfloat16
+            or getattr(pool, "store_dtype", dtype) != dtype,
             f"the model is {model_runner.dtype}, not bfloat16": model_runner.dtype != torch.bfloat16,
             "deterministic inference": self.enable_deterministic,
             "decode context parallelism": self.dcp_size > 1,
@@ -256,6 +258,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend(self, q: Any, k: Any, layer: Any, forward_batch: Any) -> Any:
         """[rows of q, heads * latent]; rows beyond the batch's tokens, which SGLang pads with, stay unwritten."""
         assert self._attention is not None

@@ -67,6 +67,14 @@ def test_random_trees_and_ragged_prefixes(runner: Any, tally: Tally, seed: int) 
     assert_close(got, want)
 
 
+def test_no_prefix_at_all(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    step, layer = harness.make_step(runner, (0, 0), NODES), harness.make_layer()
+    got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
+    assert ran(tally) == 1
+    assert_close(got, want)
+
+
 def test_a_wrong_tree_is_seen(runner: Any, tally: Tally) -> None:
     ours, stock = backends(runner)
     step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
