@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     "tune", "emit", "render", "check", "bench", "why", "doctor", "show winners", "show trials", "show summary",
     "show rejected", "show resources", "show space", "db export", "db import", "db merge", "db migrate", "db reject",
-    "pack verify", "defrag demo",
+    "pack verify", "defrag demo", "coverage",
 )  # fmt: skip
 
 

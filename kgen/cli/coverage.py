@@ -66,7 +66,7 @@ def coverage(
       kgen coverage --capture capture.jsonl --most-default 5
       kgen coverage --capture capture.jsonl --pack my_pack --target sm_120 --json
 
-    Exits 1 where --most-default is exceeded, so it can guard a deployment.
+    Shapes and shares go to stdout. Exits 1 where --most-default is exceeded, so it can guard a deployment.
     """
     from kgen.runtime.pack_reader import load_pack
     from kgen.workload import reachable_shapes, read_capture

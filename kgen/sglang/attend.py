@@ -65,14 +65,9 @@ class VerifyAttention:
         self._call(**arguments)
 
     @property
-    def last_variant(self) -> str:
-        """The variant that the latest call ran."""
-        return self._call.last.variant
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How calls were matched: exact, bucket, default."""
-        return self._call.table.counts
+    def how(self) -> str:
+        """How the latest call was matched: exact, bucket or default."""
+        return self._call.last.how
 
 
 def expected_prefix(forward_batch: Any) -> int:

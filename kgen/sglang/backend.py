@@ -282,6 +282,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             hint={"prefix": expected_prefix(forward_batch)},
         )
         self.tally.did(KIND)
+        self.tally.did(f"{KIND} by {self._attention.how}")
         return out
 
     def _mask_over_prefix(self, forward_batch: Any) -> Any:
