@@ -16,7 +16,7 @@ from typing import Any, Literal, Union
 
 from kgen.errors import PackError
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when a reader of this version could misread a newer pack."""
 MANIFEST_FILE, DIGEST_FILE = "manifest.json", "MANIFEST.sha256"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -146,10 +146,14 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a pack says about itself. ``tolerances`` is by output, ``dispatch`` by target and layout name."""
+    """Everything a pack says about itself. ``tolerances`` is by output, ``dispatch`` by target and layout name.
+
+    ``interface`` is how the kernels are launched (`kgen.family.Family.interface`).
+    """
 
     schema: int
     family: str
+    interface: str
     kgen_version: str
     spec: SpecRef
     tolerances: Mapping[str, PackedTolerance]

@@ -1,7 +1,7 @@
 """Reads a frozen kernel pack and refuses one that is not, byte for byte, what was written.
 
 Every file is read once, through no symbolic link, and checked against the manifest's sha256; the manifest itself
-against ``MANIFEST.sha256``. The standard library only.
+against ``MANIFEST.sha256``. It imports the families and the standard library.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from kgen.errors import PackError
+from kgen.family import families
 from kgen.runtime.manifest import DIGEST_FILE, MANIFEST_FILE, Manifest, cubin_path, decode, source_path
 
 REBUILD = "emit the pack again, or copy it again from where it came"
@@ -47,7 +49,8 @@ def digest_line(manifest: bytes) -> bytes:
 def load_pack(path: str | os.PathLike[str]) -> Pack:
     """The pack in the folder ``path``, with every digest checked.
 
-    Raises PackError that names the file which is missing, damaged, a symbolic link, or of a newer schema.
+    Raises PackError that names the file which is missing, damaged, a symbolic link, or of a newer schema, or says that the
+    pack's kernels are not launched as this kgen launches its family's.
     """
     root = Path(path)
     if not root.is_dir():
@@ -58,6 +61,7 @@ def load_pack(path: str | os.PathLike[str]) -> Pack:
         wrong = f"does not have the sha256 that {DIGEST_FILE} records"
         raise PackError(str(root / MANIFEST_FILE), wrong, remedy=REBUILD)
     manifest = decode(data, str(root / MANIFEST_FILE))
+    _check_interface(manifest, str(root / MANIFEST_FILE))
     files = {}
     for name, sha256 in sorted(manifest.files().items()):
         files[name] = _read(root, name)
@@ -66,6 +70,24 @@ def load_pack(path: str | os.PathLike[str]) -> Pack:
             wrong = "does not have the sha256 that the manifest records"
             raise PackError(str(root / name), wrong, seen=f"{seen[:12]}... instead of {sha256[:12]}...", remedy=REBUILD)
     return Pack(manifest, files, str(root))
+
+
+def _check_interface(manifest: Manifest, where: str) -> None:
+    family = families().get(manifest.family)
+    if family is None:
+        raise PackError(where, "holds kernels of a family that this kgen does not have", seen=repr(manifest.family))
+    if manifest.interface != family.interface:
+        raise PackError(
+            where,
+            f"is for another kgen, which launches {manifest.family} differently",
+            seen=f"kgen {manifest.kgen_version}: {_first_difference(manifest.interface, family.interface)}",
+            remedy="emit the pack again with this kgen",
+        )
+
+
+def _first_difference(theirs: str, ours: str) -> str:
+    pairs = zip_longest(theirs.split(", "), ours.split(", "), fillvalue="nothing")
+    return next(f"{their!r} where this has {our!r}" for their, our in pairs if their != our)
 
 
 def _read(root: Path, name: str) -> bytes:
