@@ -49,8 +49,8 @@ def digest_line(manifest: bytes) -> bytes:
 def load_pack(path: str | os.PathLike[str]) -> Pack:
     """The pack in the folder ``path``, with every digest checked.
 
-    Raises PackError that names the file which is missing, damaged, a symbolic link, or of a newer schema, or says that the
-    pack's kernels are not launched as this kgen launches its family's.
+    Raises PackError that names the file which is missing, damaged, a symbolic link, or of a newer schema, or says that
+    the pack's kernels are not launched as this kgen launches its family's.
     """
     root = Path(path)
     if not root.is_dir():
