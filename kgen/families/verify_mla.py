@@ -333,10 +333,11 @@ class VerifyMla(Family):
             case("ragged", [0, 257, 33, 1], [few + 1, few, 1, 0], wide=("kv_indices",), lse=True, spare_nodes=1),
             case("pool_draft", [70, 5], [few, few + 2], draft="pool", wide=("draft_slots", "qo_indptr"), lse=True),
             case("page_tail", [63, 65], [few, few], wide=("kv_indices", "kv_indptr"), lse=False),
-            case("chain", [40], [4 * few + 1], mask="chain", lse=True),
+            case("chain", [125 if heads <= 16 else 40], [4 * few + 1], mask="chain", lse=True),  # splits of row tiles
             case("many_nodes", [50], [many], lse=True),
             case("padded_request", [90, 1], [few, few], padded=1, lse=True, spare_batch=1),
-            case("many_splits", [512, 70], [1, 1], lse=True),  # 513 keys: 9 splits, and two groups in the combine
+            case("many_splits", [1030, 70], [1, 1], lse=True),  # 17 splits: two combine groups, two rounds of loads
+            case("many_requests", [3, 70, *[0] * 34, 1, 130], [1, 1, *[0] * 33, 1, 1, 1], lse=True),  # over 32
         )
 
     def point_case(self, point: Point) -> Case:
