@@ -69,7 +69,7 @@ class Tiling:
     """How a flash candidate divides a block's work; every other number of the kernel follows from it.
 
     ``row_groups`` groups of ``group_warps`` warps each own ``group_rows`` rows of the tile. For S = Q K^T a
-    group's warps are ``k_split`` slices of the head dimension x ``key_split`` parts of the keys (together ``sharers``) x
+    group's warps are ``k_split`` slices of the head dimension x ``key_split`` parts of the keys (both: ``sharers``) x
     ``score_parts`` parts of its rows; for the softmax each owns ``own_rows`` of its part's rows; for P V they are
     ``group_warps`` slices of the latent columns.
     """
@@ -326,7 +326,8 @@ class VerifyMla(Family):
 
         heads = integer(layout, "heads")
         few = max(1, 16 // heads)  # keeps many-headed layouts small enough for the emulator
-        many = {8: 65, 16: 33}.get(heads, few)  # more than one mask word; sources do not depend on the heads
+        # More than one mask word where rows are few enough; sources do not depend on the heads.
+        many = 65 if heads <= 8 else 33 if heads <= 16 else few
         return (
             case("one_node", [130], [1], lse=True),
             case("empty_prefix", [0], [2 * few + 1], lse=True),
