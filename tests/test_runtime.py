@@ -131,8 +131,8 @@ def test_a_promise_of_fewer_nodes_shrinks_the_grid(
         run(source, launches, regions)
 
     monkeypatch.setattr(call._backend, "run", spy)
-    for nodes, promise in ((32, {}), (1, {"nodes": 1})):  # as many nodes as the mask has bits for, and one
-        check(spec, call, CASES["one_node"], **promise)
+    for nodes, promise in ((32, None), (1, 1)):  # as many nodes as the mask has bits for, and one
+        check(spec, call, CASES["one_node"], nodes=promise)
         tiles.append(-(-nodes * 8 // int(pack.manifest.variants[call.last.variant].candidate["tile_m"])))
     assert [grid[0] for grid in grids] == [max(EMULATED_SMS, count) for count in tiles]
     assert tiles[0] > EMULATED_SMS >= tiles[1]
