@@ -177,9 +177,9 @@ class Family(ABC):
     inputs that no earlier kernel has just touched: timing finds them in DRAM, and the others in the L2 cache.
     ``inouts`` are arrays that are read and written in place: `make_inputs` gives their content, and the reference
     what they must hold afterwards. ``plan_version`` is raised whenever `plan`, `kernels`, or what a parameter means
-    changes, so that no kernel of a pack is launched in another way than it was made for. ``pointer_tables`` names pointer
-    parameters that are tables (uint64) of the addresses of an array's leading-dimension slices; such an array need be
-    no parameter itself.
+    changes, so that no kernel of a pack is launched in another way than it was made for. ``pointer_tables`` names
+    pointer parameters that are tables (uint64) of the addresses of an array's leading-dimension slices; such an array
+    need be no parameter itself.
     """
 
     name: ClassVar[str]

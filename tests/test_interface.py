@@ -23,7 +23,7 @@ from kgen.spec import load_spec
 RECORDED = {
     "kv_defrag": (1, "fe703ef8479fafe5"),
     "slot_remap": (1, "0c75dd478190a1ce"),
-    "verify_mla": (1, "0b26fdf89814a4e9"),
+    "verify_mla": (2, "f27a4ca912c0e1b1"),
 }  # plan_version and the digest of what `plans` gives; where the second changes for the same spec, so must the first
 
 
@@ -60,7 +60,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, attribute: str, value
 def test_a_pack_of_another_plan_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message = refused(tmp_path, monkeypatch, "plan_version", 7)
     assert "manifest.json: is for another kgen, which launches verify_mla differently" in message
-    assert "'1: pointer q' where this has '7: pointer q'" in message
+    assert "'2: pointer q' where this has '7: pointer q'" in message
     assert "emit the pack again with this kgen" in message
 
 

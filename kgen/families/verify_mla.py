@@ -50,12 +50,14 @@ LAYOUT_LIMITS = {  # least and most; int32 row counts and a kernel's registers b
 }
 ROW_PAD_BYTES = 16  # shared rows of 1168 bytes: ldmatrix then touches every bank once
 PROBABILITY_PAD = 8  # elements after each row of P in shared memory, for the same reason
-COMBINE_THREADS = 4  # most threads of a combine block for each four columns of a row
+COMBINE_THREADS = 4  # most threads of a combine block that share four columns of a row
+NAMED_BARRIERS = 15  # of a block, besides that of all its threads (PTX ISA, bar)
 COMBINE_COLUMNS = 128  # fewest columns of a combine block: one warp
 COMBINE_GROUP_SPLITS = 8  # splits that one thread of the combine can have in flight at once
 MIN_SPLIT_ROWS = 64  # a shorter split costs more in the combine than it saves
 DISTINCT_VALUES = 1 << 22  # random numbers drawn for one array; a larger one repeats them
 SAMPLED_ROWS = 8  # of a request whose reference is sampled: gathering its keys takes as long as about so many
+KNOWN_NAMES = {"algorithm": ("flash",), "gather": ("bulk", "cp_async"), "refill": ("late", "eager")}
 GATHER_COST = {"bulk": 1.0, "cp_async": 1.3}  # 16-byte copies reach 1.3 to 1.7 times fewer bytes a clock (H200)
 REGISTER_SLACK = 20  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
 
@@ -138,6 +140,8 @@ class Tiling:
             and self.own_rows in (2, 4, 8)
             and self.latent % (32 * self.group_warps) == 0
             and self.tile_n % self.group_warps == 0
+            and self.tile_n // self.group_warps <= 32
+            and self.row_groups + self.stages <= NAMED_BARRIERS
         )
 
     @property
@@ -181,6 +185,10 @@ def _tiles_divide(candidate: Candidate, layout: Layout, target: Target) -> bool:
     return not _is_flash(candidate) or Tiling(candidate, layout).divides()
 
 
+def _names_known(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    return candidate["algorithm"] == "oracle" or all(candidate[name] in known for name, known in KNOWN_NAMES.items())
+
+
 def _shared_fits(candidate: Candidate, layout: Layout, target: Target) -> bool:
     if not _is_flash(candidate):
         return True
@@ -201,6 +209,7 @@ class VerifyMla(Family):
     """The family; shapes and dtypes of its parameters are beside them."""
 
     name: ClassVar[str] = "verify_mla"
+    plan_version: ClassVar[int] = 2
     template: ClassVar[str] = "verify_mla.cu.j2"
     params: ClassVar[ParameterStruct] = ParameterStruct(
         (
@@ -236,6 +245,7 @@ class VerifyMla(Family):
     outputs: ClassVar[tuple[str, ...]] = ("out", "lse")
     axes: ClassVar[tuple[str, ...]] = ("batch", "nodes", "prefix")
     constraints: ClassVar[tuple[Constraint, ...]] = (
+        Constraint("algorithm, gather and refill are names that the template knows", _names_known),
         Constraint("tiles divide evenly among warps", _tiles_divide),
         Constraint("shared memory fits", _shared_fits),
         Constraint("registers fit", _registers_fit),
@@ -308,7 +318,7 @@ class VerifyMla(Family):
             return Plan((main,), {}, _work_scalars(slots, min_split_tiles, 0, 0))
         parts = integer(layout, "latent") // COMBINE_COLUMNS if rows <= sms else 1
         splits = _splits(slots, pairs, tiles, min_split_tiles)
-        groups = min(_combine_groups(layout) // parts, -(-splits // COMBINE_GROUP_SPLITS))
+        groups = min(COMBINE_THREADS, -(-splits // COMBINE_GROUP_SPLITS))
         threads = integer(layout, "latent") // 4 // parts * groups
         merge = Launch(combine.entry, (rows, parts, 1), threads, combine.shared_bytes)
         workspace = {
