@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mla_packs import shipped_spec, sources_only_pack, tensors_of
 
 from kgen.emulator import EmulatorFault
-from kgen.errors import ForeignArchError, InputError, LayoutMissingError, PackError, TensorError
+from kgen.errors import DeviceError, ForeignArchError, InputError, LayoutMissingError, PackError, TensorError
 from kgen.families.verify_mla import pack_mask
 from kgen.family import Case
 from kgen.runtime import PreparedCall, mask_words, pack_tree_mask, prepare
@@ -283,6 +283,11 @@ def test_an_unknown_argument_is_refused(spec: Spec, call: PreparedCall) -> None:
         ({"layout": {"heads": 9}}, LayoutMissingError, "no head layout"),
         ({"family": "kv_defrag"}, PackError, "is no pack of kv_defrag, it holds verify_mla"),
         ({"capacity": {"batch": 1, "nodes": 1}}, InputError, "capacity: does not fit the family.*batch, nodes, prefix"),
+        ({"capacity": {"batch": "1", "nodes": 1, "prefix": 1}}, InputError, "capacity: does not fit the family"),
+        ({"capacity": [1, 1, 1]}, InputError, "capacity: does not fit the family"),
+        ({"device": "foo"}, InputError, "device: is none that torch knows, 'foo'.*use cpu, cuda or cuda:N"),
+        ({"device": None}, InputError, "device: is none that torch knows, None"),
+        ({"device": "cuda"}, DeviceError, "cuda: is not there for torch, torch 2.*install a CUDA build, or use cpu"),
         ({"capacity": {"batch": 0, "nodes": 1, "prefix": 1}}, InputError, "positive whole number"),
         ({"device": "meta"}, InputError, "device: must be cpu or cuda, meta"),
         ({"target": "sm_100"}, ForeignArchError, "no such target, 'sm_100'; it has sm_120"),
