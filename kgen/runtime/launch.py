@@ -212,8 +212,8 @@ def _device(torch: Any, device: Any) -> Any:
 
 
 def _check_capacity(axes: Sequence[str], capacity: object) -> None:
-    fits = isinstance(capacity, Mapping) and set(capacity) == set(axes)
-    if not fits or any(type(value) is not int or not 1 <= value < 2**31 for value in capacity.values()):
+    values = capacity if isinstance(capacity, Mapping) else {}
+    if set(values) != set(axes) or any(type(value) is not int or not 1 <= value < 2**31 for value in values.values()):
         remedy = f"give a positive whole number for each of {', '.join(axes)}"
         raise InputError("capacity", "does not fit the family", seen=repr(capacity), remedy=remedy)
 
