@@ -5,21 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packs import invented_pack
+from typer.testing import CliRunner
 
+from kgen.cli import app
 from kgen.errors import PackError
-from kgen.family import Family, Parameter, ParameterStruct, families
+from kgen.family import Parameter, ParameterStruct, families
 from kgen.pack.writer import write_pack
 from kgen.resources import SPECS
-from kgen.runtime import load_pack
+from kgen.runtime import load_pack, prepare
 from kgen.spec import load_spec
 
+MLA = families()["verify_mla"]
 RECORDED = {
     "kv_defrag": (1, "fe703ef8479fafe5"),
     "slot_remap": (1, "0c75dd478190a1ce"),
@@ -48,31 +51,36 @@ def test_every_family_is_recorded() -> None:
     assert sorted(families()) == sorted(RECORDED)
 
 
-def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, attribute: str, value: object) -> str:
-    write_pack(folder, invented_pack())
-    assert load_pack(folder).manifest.family == "verify_mla"
-    monkeypatch.setattr(type(families()["verify_mla"]), attribute, value)
-    with pytest.raises(PackError) as error:
-        load_pack(folder)
-    return str(error.value)
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"plan_version": 7}, "'2: pointer q' where this has '7: pointer q'"),
+        (
+            {"params": ParameterStruct((*MLA.params.parameters, Parameter("extra", "int32")))},
+            "'nothing' where this has",
+        ),
+    ],
+)
+def test_a_pack_of_another_interface_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, object], says: str
+) -> None:
+    write_pack(tmp_path, invented_pack())
+    pack = load_pack(tmp_path)
+    pack.require_interface(MLA.interface)
+    for name, value in changed.items():
+        monkeypatch.setattr(type(MLA), name, value)
+    capacity = {"batch": 1, "nodes": 1, "prefix": 1}
+    with pytest.raises(PackError, match="is for another kgen, which launches verify_mla differently") as error:
+        prepare(pack, family="verify_mla", layout="h8_p1", capacity=capacity, device="cpu")
+    assert says in str(error.value)
+    assert "emit the pack again with this kgen" in str(error.value)
 
 
-def test_a_pack_of_another_plan_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = refused(tmp_path, monkeypatch, "plan_version", 7)
-    assert "manifest.json: is for another kgen, which launches verify_mla differently" in message
-    assert "'2: pointer q' where this has '7: pointer q'" in message
-    assert "emit the pack again with this kgen" in message
-
-
-def test_a_pack_with_other_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    family: Family = families()["verify_mla"]
-    longer = ParameterStruct((*family.params.parameters, Parameter("extra", "int32")))
-    message = refused(tmp_path, monkeypatch, "params", longer)
-    assert "'nothing' where this has 'int32 extra'" in message
-
-
-def test_a_pack_of_an_unknown_family_is_refused(tmp_path: Path) -> None:
-    pack = invented_pack()
-    write_pack(tmp_path, replace(pack, manifest=replace(pack.manifest, family="tree_build")))
-    with pytest.raises(PackError, match="holds kernels of a family that this kgen does not have, 'tree_build'"):
-        load_pack(tmp_path)
+@pytest.mark.parametrize("command", ["check", "pack verify"])
+def test_commands_refuse_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    write_pack(tmp_path, invented_pack())
+    monkeypatch.setattr(type(MLA), "plan_version", 7)
+    where = [str(tmp_path)] if command == "pack verify" else ["--pack", str(tmp_path)]
+    result = CliRunner().invoke(app, [*command.split(), *where])
+    assert isinstance(result.exception, PackError)
+    assert "is for another kgen, which launches verify_mla differently" in str(result.exception)

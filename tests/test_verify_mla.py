@@ -17,7 +17,8 @@ from kgen.bf16 import from_bf16
 from kgen.build import build
 from kgen.build.toolchain import find_toolchain
 from kgen.emulator import EmulatedModule
-from kgen.families.verify_mla import LOG2_E, _splits, softmax_scale
+from kgen.families.verify_mla import _splits
+from kgen.families.verify_mla_binding import LOG2_E, softmax_scale
 from kgen.family import Array, Candidate, Case, Plan
 from kgen.render import render
 from kgen.resources import SPECS

@@ -168,6 +168,7 @@ def prepare(
     if pack.manifest.family != family:
         raise PackError(pack.where, f"is no pack of {family}", seen=f"it holds {pack.manifest.family}")
     described = find_family(family, "family")
+    pack.require_interface(described.interface)
     _check_capacity(described.axes, capacity)
     on = _device(torch, device)
     params_bytes = described.params.size_bytes

@@ -1,7 +1,7 @@
 """Reads a frozen kernel pack and refuses one that is not, byte for byte, what was written.
 
 Every file is read once, through no symbolic link, and checked against the manifest's sha256; the manifest itself
-against ``MANIFEST.sha256``. It imports the families and the standard library.
+against ``MANIFEST.sha256``. The standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 from kgen.errors import PackError
-from kgen.family import families
 from kgen.runtime.manifest import DIGEST_FILE, MANIFEST_FILE, Manifest, cubin_path, decode, source_path
 
 REBUILD = "emit the pack again, or copy it again from where it came"
@@ -40,6 +39,17 @@ class Pack:
         """The cubin of a source for an arch of the pack."""
         return self.files[cubin_path(arch, source)]
 
+    def require_interface(self, interface: str) -> None:
+        """PackError unless the kernels are launched as by the family of this `kgen.family.Family.interface`."""
+        held = self.manifest
+        if held.interface != interface:
+            raise PackError(
+                self.where,
+                f"is for another kgen, which launches {held.family} differently",
+                seen=f"kgen {held.kgen_version}: {_first_difference(held.interface, interface)}",
+                remedy="emit the pack again with this kgen",
+            )
+
 
 def digest_line(manifest: bytes) -> bytes:
     """The content of ``MANIFEST.sha256``, in the form that ``sha256sum -c`` reads."""
@@ -49,8 +59,7 @@ def digest_line(manifest: bytes) -> bytes:
 def load_pack(path: str | os.PathLike[str]) -> Pack:
     """The pack in the folder ``path``, with every digest checked.
 
-    Raises PackError that names the file which is missing, damaged, a symbolic link, or of a newer schema, or says that
-    the pack's kernels are not launched as this kgen launches its family's.
+    Raises PackError that names the file which is missing, damaged, a symbolic link, or of a newer schema.
     """
     root = Path(path)
     if not root.is_dir():
@@ -61,7 +70,6 @@ def load_pack(path: str | os.PathLike[str]) -> Pack:
         wrong = f"does not have the sha256 that {DIGEST_FILE} records"
         raise PackError(str(root / MANIFEST_FILE), wrong, remedy=REBUILD)
     manifest = decode(data, str(root / MANIFEST_FILE))
-    _check_interface(manifest, str(root / MANIFEST_FILE))
     files = {}
     for name, sha256 in sorted(manifest.files().items()):
         files[name] = _read(root, name)
@@ -70,19 +78,6 @@ def load_pack(path: str | os.PathLike[str]) -> Pack:
             wrong = "does not have the sha256 that the manifest records"
             raise PackError(str(root / name), wrong, seen=f"{seen[:12]}... instead of {sha256[:12]}...", remedy=REBUILD)
     return Pack(manifest, files, str(root))
-
-
-def _check_interface(manifest: Manifest, where: str) -> None:
-    family = families().get(manifest.family)
-    if family is None:
-        raise PackError(where, "holds kernels of a family that this kgen does not have", seen=repr(manifest.family))
-    if manifest.interface != family.interface:
-        raise PackError(
-            where,
-            f"is for another kgen, which launches {manifest.family} differently",
-            seen=f"kgen {manifest.kgen_version}: {_first_difference(manifest.interface, family.interface)}",
-            remedy="emit the pack again with this kgen",
-        )
 
 
 def _first_difference(theirs: str, ours: str) -> str:
