@@ -176,8 +176,10 @@ class Family(ABC):
     are the pointer parameters that a caller supplies (the remaining pointers are workspace). ``streamed`` are the
     inputs that no earlier kernel has just touched: timing finds them in DRAM, and the others in the L2 cache.
     ``inouts`` are arrays that are read and written in place: `make_inputs` gives their content, and the reference
-    what they must hold afterwards. ``pointer_tables`` names pointer parameters that are tables (uint64) of the
-    addresses of an array's leading-dimension slices; such an array need be no parameter itself.
+    what they must hold afterwards. ``plan_version`` is raised whenever `plan`, `kernels`, or what a parameter means
+    changes, so that no kernel of a pack is launched in another way than it was made for. ``pointer_tables`` names
+    pointer parameters that are tables (uint64) of the addresses of an array's leading-dimension slices; such an array
+    need be no parameter itself.
     """
 
     name: ClassVar[str]
@@ -191,6 +193,13 @@ class Family(ABC):
     pointer_tables: ClassVar[Mapping[str, str]] = {}
     axes: ClassVar[tuple[str, ...]]
     constraints: ClassVar[tuple[Constraint, ...]]
+    plan_version: ClassVar[int] = 1
+
+    @property
+    def interface(self) -> str:
+        """What a packed kernel and this family must agree on: ``plan_version`` and the parameter struct's fields."""
+        fields = ", ".join(f"{parameter.kind} {parameter.name}" for parameter in self.params.parameters)
+        return f"{self.plan_version}: {fields}"
 
     @abstractmethod
     def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:

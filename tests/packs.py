@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import product
 
+from kgen.family import families
 from kgen.runtime.manifest import (
     SCHEMA,
     Manifest,
@@ -77,6 +78,7 @@ def invented_pack(layouts: Mapping[str, PackedLayout] | None = None) -> Pack:
     manifest = Manifest(
         schema=SCHEMA,
         family="verify_mla",
+        interface=families()["verify_mla"].interface,
         kgen_version="1",
         spec=SpecRef("verify_mla", "0" * 64),
         tolerances={"out": PackedTolerance(5e-3, 0.05)},

@@ -66,7 +66,7 @@ def test_an_older_schema_is_named_and_not_touched(path: Path, monkeypatch: pytes
     for read_only in (False, True):
         with pytest.raises(DatabaseError) as caught:
             TuningDatabase.open(str(path), read_only=read_only)
-        assert str(caught.value) == f"{path}: schema 0002, this kgen needs 0003; run 'kgen db migrate {path}'"
+        assert str(caught.value) == f"{path}: schema 0002, this kgen needs 0003; run 'kgen db migrate --db {path}'"
     assert path.read_bytes() == before
 
 

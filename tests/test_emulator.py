@@ -275,6 +275,95 @@ def test_collective_fault(load: Load, name: str, threads: int, kind: str, also: 
         assert fault.source_line == fault_line("collectives", name)
 
 
+# entry, kind, other kinds that some orders give, where, told
+HANDOFF = [
+    ("early", "race", [], "writes", ["is written, and thread ", "reads it at"]),
+    # The second arrival stands for the writer's, now or in the next round.
+    ("twice", "deadlock", ["race"], None, ["32 of 64 threads arrived"]),
+    (
+        "nobody",
+        "deadlock",
+        [],
+        None,
+        [
+            "threads 0-31: in named_barrier_sync (barrier 2): 32 of 64 threads arrived",
+            "threads 32-63: in named_barrier_sync (barrier 1): 32 of 64 threads arrived",
+            "threads 64-95: exited",
+        ],
+    ),
+    ("count", "barrier_misuse", [], None, ["a named barrier was given two counts", "barrier 1: "]),
+    ("outside", "barrier_misuse", [], "arrives", ["an impossible id or count", "barrier 1 with 128 of 96 threads"]),
+    ("zero", "barrier_misuse", [], "arrives", ["an impossible id or count", "barrier -1 with 64 of 96 threads"]),
+    ("some_lanes", "divergent_collective", [], None, ["named_barrier_arrive"]),
+]
+
+
+@pytest.mark.parametrize(("bug", "kind", "also", "where", "told"), HANDOFF, ids=[row[0] for row in HANDOFF])
+def test_arrival_fault(load: Load, bug: str, kind: str, also: list[str], where: str | None, told: list[str]) -> None:
+    def run(seed: int) -> Floats:
+        return launch(load("arrivals"), f"handoff_{bug}", threads=96, seed=seed, tiles=0)
+
+    fault = fault_of(run, kind, also=also)
+    assert all(text in str(fault) for text in told), str(fault)
+    if where is not None:
+        assert fault.source_line == fault_line("arrivals", where), str(fault)
+
+
+def test_who_only_arrives_hands_over_what_it_wrote_and_read(load: Load) -> None:
+    values = aligned(64)
+    values[:] = np.arange(64) ** 2
+    for seed in SEEDS:
+        out = launch(load("arrivals"), "handoff_right", threads=96, seed=seed, inputs=values, tiles=0)
+        np.testing.assert_array_equal(out[:32], 3 * values[:32][::-1] + 3)
+
+
+def votes() -> Floats:
+    """By round and thread: one vote among 96, none but the other 32's, and the last of the 96."""
+    votes = aligned(3 * 128)
+    votes[70] = 1
+    votes[128 + 96 : 256] = 1
+    votes[256 + 95] = 1
+    return votes
+
+
+def test_a_vote_is_of_all_that_meet_and_of_this_round(load: Load) -> None:
+    expected = np.zeros((3, 128), np.float32)
+    expected[0, :96] = expected[1, 96:] = expected[2, :96] = 1
+    for seed in SEEDS:
+        out = launch(load("arrivals"), "vote_right", threads=128, seed=seed, inputs=votes(), tiles=0, elements=3 * 128)
+        np.testing.assert_array_equal(out.reshape(3, 128), expected)
+
+
+VOTES = [
+    ("early", "race", ["unwritten_shared_read"], "reads_votes", ["nothing orders the two"]),
+    ("count", "deadlock", [], None, ["in named_barrier_any (barrier 1): 96 of 128 threads arrived"]),
+    ("some_lanes", "divergent_collective", [], None, ["named_barrier_any"]),
+]
+
+
+@pytest.mark.parametrize(("bug", "kind", "also", "where", "told"), VOTES, ids=[row[0] for row in VOTES])
+def test_vote_fault(load: Load, bug: str, kind: str, also: list[str], where: str | None, told: list[str]) -> None:
+    def run(seed: int) -> Floats:
+        return launch(
+            load("arrivals"), f"vote_{bug}", threads=128, seed=seed, inputs=votes(), tiles=0, elements=3 * 128
+        )
+
+    fault = fault_of(run, kind, also=also)
+    assert all(text in str(fault) for text in told), str(fault)
+    if where is not None:
+        assert str(fault).count(fault_line("arrivals", where)) == 1, str(fault)
+
+
+@pytest.mark.parametrize("name", ["sum", "ballot"])
+def test_a_reduction_needs_all_lanes(load: Load, name: str) -> None:
+    fault = fault_of(
+        lambda seed: launch(load("arrivals"), f"{name}_some_lanes", threads=32, seed=seed, tiles=0),
+        "divergent_collective",
+    )
+    assert fault.source_line == fault_line("arrivals", name)
+    assert f"in warp_{name}" in str(fault)
+
+
 # --- Asynchronous copies ---------------------------------------------------------------------------------------------
 
 TILES = 23
@@ -310,6 +399,44 @@ def test_ring_fault(
     fault = fault_of(lambda seed: run_ring(load, entry, seed, copies), kind, also=also)
     assert fault.source_line == fault_line("copies", marker)
     assert told in str(fault)
+
+
+WARP_TILES = 5
+
+
+def run_warp_copies(load: Load, entry: str, seed: int, copies: CopyTiming) -> tuple[Floats, Floats]:
+    tiles = aligned(WARP_TILES * 64 + 4)
+    tiles[:] = np.arange(tiles.size, dtype=np.float32)
+    module = load("arrivals")
+    return tiles, launch(module, entry, threads=64, seed=seed, inputs=tiles, tiles=WARP_TILES, copies=copies)
+
+
+@pytest.mark.parametrize("copies", ["late", "random"])
+def test_a_warp_copies_as_one(load: Load, copies: CopyTiming) -> None:
+    for seed in SEEDS:
+        tiles, out = run_warp_copies(load, "warp_copies_right", seed, copies)
+        np.testing.assert_array_equal(out[:32], tiles[: WARP_TILES * 64].reshape(-1, 32).sum(axis=0))
+
+
+WARP_COPIES = [
+    ("disagree", "divergent_collective", [], "copies", ["the lanes of warp_bulk_copy do not agree", "lanes 0 and 7 "]),
+    ("some_lanes", "divergent_collective", [], None, ["warp_bulk_copy"]),
+    ("no_wait", "missing_wait", ["race"], "adds", ["nothing waited for the copy issued at"]),
+    ("no_meeting", "race", ["missing_wait"], "copies", ["is the destination of bulk_copy, and thread ", "reads it at"]),
+    ("no_arrival", "deadlock", [], None, ["in named_barrier_sync (barrier 1): 32 of 64 threads arrived"]),
+    ("past_array", "out_of_bounds", [], "copies", ["bulk_copy destination of 256 bytes at shared byte offset 144"]),
+]
+
+
+@pytest.mark.parametrize("copies", ["late", "random"])
+@pytest.mark.parametrize(("bug", "kind", "also", "where", "told"), WARP_COPIES, ids=[row[0] for row in WARP_COPIES])
+def test_warp_copy_fault(
+    load: Load, bug: str, kind: str, also: list[str], where: str | None, told: list[str], copies: CopyTiming
+) -> None:
+    fault = fault_of(lambda seed: run_warp_copies(load, f"warp_copies_{bug}", seed, copies), kind, also=also)
+    assert all(text in str(fault) for text in told), str(fault)
+    if where is not None:
+        assert fault.source_line == fault_line("arrivals", where), str(fault)
 
 
 def gather_inputs() -> Floats:
@@ -459,6 +586,45 @@ def test_shuffles_and_votes(load: Load) -> None:
     np.testing.assert_array_equal(out[5], threads >= 32)
     np.testing.assert_array_equal(out[6], threads // 32 * 32 + threads * 7 % 32)
     np.testing.assert_array_equal(out[7], threads // 32 * 32 + 5)
+
+
+def test_what_a_warp_reduces_and_rearranges(load: Load) -> None:
+    values = np.random.default_rng(0).integers(-1000, 1000, 64, np.int32)
+    values[:3] *= 2  # the lowest odd lane is not the first
+    out = np.zeros((13, 64), np.int32)
+    params = struct.pack("QQ", values.ctypes.data, out.ctypes.data)
+    buffers = [buffer("in", values), buffer("out", out, writable=True)]
+    threads = np.arange(64)
+    warps, odd = values.reshape(2, 32), values.reshape(2, 32) % 2 != 0
+    ballots = [sum(1 << lane for lane in np.flatnonzero(lanes).tolist()) for lanes in odd]
+    expected = {
+        0: np.repeat(warps.sum(axis=1), 32),
+        1: np.repeat(np.array(ballots, np.uint32).view(np.int32), 32),
+        2: np.repeat([np.flatnonzero(lanes)[0] for lanes in odd], 32),
+        3: np.full(64, -1),
+        4: values[threads // 32 * 32 + threads * 7 % 32],
+        5: values[threads ^ 5],
+        6: (values.view(np.uint32) | np.uint32(1 << 31))[threads ^ 9].view(np.int32),
+        7: warps.cumsum(axis=1).reshape(-1),
+        8: np.repeat(values.reshape(-1, 8).sum(axis=1), 8),
+        **{9 + row: 4 * row + threads % 4 for row in range(4)},
+    }
+    for seed in SEEDS:
+        load("numerics").launch(
+            "warp_values", grid=(1, 1, 1), threads=64, shared_bytes=0, params=params, buffers=buffers, seed=seed
+        )
+        for row, numbers in expected.items():
+            np.testing.assert_array_equal(out[row], numbers, err_msg=str(row))
+
+
+def test_the_halves_of_a_bf16_pair(load: Load) -> None:
+    bits = np.random.default_rng(0).integers(0, 2**16, 64, np.uint16)
+    bits[:4] = 0x7F80, 0xFF80, 0x0001, 0x8000
+    out = np.zeros(64, np.float32)
+    params = struct.pack("QQ", bits.ctypes.data, out.ctypes.data)
+    buffers = [buffer("in", bits), buffer("out", out, writable=True)]
+    load("numerics").launch("bf16_halves", grid=(1, 1, 1), threads=32, shared_bytes=0, params=params, buffers=buffers)
+    np.testing.assert_array_equal(out.view(np.uint32), bf16_value(bits).view(np.uint32))
 
 
 def test_exponents_flush_subnormals(load: Load) -> None:

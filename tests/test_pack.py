@@ -118,7 +118,10 @@ def first_table(tree: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda tree: tree.update(schema=SCHEMA + 1), "pack schema 2 is not 1, the one this kgen reads; upgrade kgen"),
+        (
+            lambda tree: tree.update(schema=SCHEMA + 1),
+            f"pack schema {SCHEMA + 1} is not {SCHEMA}, the one this kgen reads; upgrade kgen",
+        ),
         (lambda tree: tree.pop("schema"), "is not a pack's manifest"),
         (lambda tree: tree.update(extra=1), "manifest: unknown key 'extra'"),
         (lambda tree: tree.pop("archs"), "manifest: missing key 'archs'"),

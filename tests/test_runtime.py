@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mla_packs import shipped_spec, sources_only_pack, tensors_of
 
 from kgen.emulator import EmulatorFault
-from kgen.errors import ForeignArchError, InputError, LayoutMissingError, PackError, TensorError
+from kgen.errors import DeviceError, ForeignArchError, InputError, LayoutMissingError, PackError, TensorError
 from kgen.families.verify_mla import pack_mask
 from kgen.family import Case
 from kgen.runtime import PreparedCall, mask_words, pack_tree_mask, prepare
@@ -24,7 +24,7 @@ from kgen.runtime.pack_reader import Pack
 from kgen.spec import Spec
 from kgen.validate import compare
 
-CAPACITY = {"batch": 5, "nodes": 65, "prefix": 512}
+CAPACITY = {"batch": 40, "nodes": 65, "prefix": 1040}
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -121,9 +121,9 @@ def test_the_scale_can_be_given(spec: Spec, call: PreparedCall) -> None:
 
 
 def test_a_promise_of_fewer_nodes_shrinks_the_grid(
-    spec: Spec, call: PreparedCall, monkeypatch: pytest.MonkeyPatch
+    spec: Spec, call: PreparedCall, pack: Pack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grids = []
+    grids, tiles = [], []
     run = call._backend.run
 
     def spy(source: str, launches: Any, regions: Any) -> None:
@@ -131,10 +131,11 @@ def test_a_promise_of_fewer_nodes_shrinks_the_grid(
         run(source, launches, regions)
 
     monkeypatch.setattr(call._backend, "run", spy)
-    check(spec, call, CASES["one_node"])
-    check(spec, call, CASES["one_node"], nodes=1)
-    tiles = 32 * 8 // 16, 1  # of query rows: as many nodes as the mask has bits for, and one
+    for nodes, promise in ((32, None), (1, 1)):  # as many nodes as the mask has bits for, and one
+        check(spec, call, CASES["one_node"], nodes=promise)
+        tiles.append(-(-nodes * 8 // int(pack.manifest.variants[call.last.variant].candidate["tile_m"])))
     assert [grid[0] for grid in grids] == [max(EMULATED_SMS, count) for count in tiles]
+    assert tiles[0] > EMULATED_SMS >= tiles[1]
 
 
 def test_an_empty_call_launches_nothing(call: PreparedCall, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +214,7 @@ def odd_rows(tensor: torch.Tensor) -> torch.Tensor:
         ("kv_pool", swap("kv_pool", lambda t: None), "is missing"),
         ("kv_indices", swap("kv_indices", lambda t: t.short()), "must have dtype int32 or int64, torch.int16"),
         ("kv_indptr", swap("kv_indptr", lambda t: t.float()), "must have dtype int32 or int64"),
-        ("kv_indptr", swap("kv_indptr", lambda t: t.repeat(5)), "14 requests, prepared for 5"),
+        ("kv_indptr", swap("kv_indptr", lambda t: t.repeat(15)), "44 requests, prepared for 40"),
         ("qo_indptr", swap("qo_indptr", lambda t: t[:2]), r"must have shape \[3\], has \[2\]"),
         ("draft_kv", swap("draft_slots", lambda t: torch.zeros(5, dtype=torch.int64)), "it or draft_slots, both"),
         ("draft_kv", swap("draft_kv", lambda t: None), "give either it or draft_slots, neither"),
@@ -256,7 +257,7 @@ def test_an_output_must_not_share_memory(spec: Spec, call: PreparedCall) -> None
         ("kv_indptr", 0, 1, "must start at 0 and never fall"),
         ("kv_indptr", 1, 13, "must start at 0 and never fall"),
         ("kv_indptr", 2, 20, "ends beyond kv_indices, 20, but kv_indices has 12 entries"),
-        ("kv_indptr", 2, 600, "has a request longer than 512, 595"),
+        ("kv_indptr", 2, 1100, "has a request longer than 1040, 1095"),
         ("qo_indptr", 2, 6, "has a request longer than 3, 4"),
         ("qo_indptr", 2, 4, "must end at the number of tokens, 4 instead of 5"),
     ],
@@ -282,6 +283,11 @@ def test_an_unknown_argument_is_refused(spec: Spec, call: PreparedCall) -> None:
         ({"layout": {"heads": 9}}, LayoutMissingError, "no head layout"),
         ({"family": "kv_defrag"}, PackError, "is no pack of kv_defrag, it holds verify_mla"),
         ({"capacity": {"batch": 1, "nodes": 1}}, InputError, "capacity: does not fit the family.*batch, nodes, prefix"),
+        ({"capacity": {"batch": "1", "nodes": 1, "prefix": 1}}, InputError, "capacity: does not fit the family"),
+        ({"capacity": [1, 1, 1]}, InputError, "capacity: does not fit the family"),
+        ({"device": "foo"}, InputError, "device: is none that torch knows, 'foo'.*use cpu, cuda or cuda:N"),
+        ({"device": None}, InputError, "device: is none that torch knows, None"),
+        ({"device": "cuda"}, DeviceError, "cuda: is not there for torch, torch 2.*install a CUDA build, or use cpu"),
         ({"capacity": {"batch": 0, "nodes": 1, "prefix": 1}}, InputError, "positive whole number"),
         ({"device": "meta"}, InputError, "device: must be cpu or cuda, meta"),
         ({"target": "sm_100"}, ForeignArchError, "no such target, 'sm_100'; it has sm_120"),

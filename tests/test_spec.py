@@ -158,6 +158,14 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
             "x.yaml:32: orcale: unknown key; did you mean 'oracle'?",
         ],
     ),
+    "a tunable of nothing": (
+        edited("stages: [1, 2]", "stages: [0, 2]"),
+        ["x.yaml:10: tunables.stages[0]: must be at least 1, 0"],
+    ),
+    "an axis value that no machine holds": (
+        edited("batch: [1", "batch: [1, 2000000000"),
+        ["x.yaml:36: workload.axes.batch[1]: must be at most 16777216, 2000000000"],
+    ),
     "unknown nested key": (
         edited("out: {relative_l2: 5e-3,", "out: {relative_l2: 5e-3, max_ab: 1,"),
         ["x.yaml:40: tolerances.out.max_ab: unknown key; did you mean 'max_abs'?"],

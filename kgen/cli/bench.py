@@ -82,6 +82,7 @@ def bench(
     points = _points(loaded, fixed)
     names = [name for name in layout or loaded.layouts if loaded.layout(name)]
     frozen = load_pack(pack or shipped_pack(loaded.family.name))
+    frozen.require_interface(loaded.family.interface)
     target = device_target(loaded, first_gpu()[0])
     limits = loaded.target(envelope) if envelope else None
     with DeviceEvaluator(target, limits) as evaluator, progress("bench") as advance:

@@ -48,7 +48,7 @@ def check(
     \b
     Examples:
       kgen check --spec verify_mla.yaml
-      kgen check --layout h8_p1 --set tile_m=32 --set warps=4
+      kgen check --layout h8_p1 --set tile_m=32
       kgen check --pack my_pack --device cuda --json
 
     One line a kernel and layout goes to stdout, with its worst relative L2 error.

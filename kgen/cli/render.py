@@ -37,7 +37,7 @@ def render(
 
     \b
     Examples:
-      kgen render --spec verify_mla.yaml --layout h8_p1 --set tile_m=32 --set warps=4
+      kgen render --spec verify_mla.yaml --layout h8_p1 --set tile_m=32
       kgen render --layout h16_p64 --oracle --out oracle.cu
 
     The source goes to stdout or to --out; with --json, a document with its name, sha256 and kernels.

@@ -226,6 +226,7 @@ def resources(
 
     loaded = load(spec)
     frozen = load_pack(pack or shipped_pack(loaded.family.name))
+    frozen.require_interface(loaded.family.interface)
     rows = resource_rows(loaded, frozen, find_nvdisasm())
     if markdown is not None:
         try:

@@ -56,6 +56,7 @@ def from_pack(spec: Spec, path: Path, names: Sequence[str], target: str, device:
     from kgen.runtime.pack_reader import load_pack
 
     pack = load_pack(path)
+    pack.require_interface(spec.family.interface)
     dispatcher = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where)
     if device == "cuda":
         target = dispatcher.target(*first_gpu())

@@ -71,7 +71,9 @@ def tune(
     time_budget: Annotated[
         str | None, typer.Option("--time-budget", metavar="TIME", help="Start nothing new after this: 90s, 10m, 2h.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Same seed, same candidates.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**32 - 1, metavar="N", help="Same seed, same candidates.")
+    ] = 0,
     tries: Annotated[
         list[str] | None,
         typer.Option(

@@ -69,7 +69,7 @@ def check_revision(found: str, where: object) -> None:
         return
     if found in _known_revisions():
         raise DatabaseError(
-            str(where), f"schema {found}, this kgen needs {needed}", remedy=f"run 'kgen db migrate {where}'"
+            str(where), f"schema {found}, this kgen needs {needed}", remedy=f"run 'kgen db migrate --db {where}'"
         )
     raise DatabaseError(
         str(where),

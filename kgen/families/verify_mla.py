@@ -10,15 +10,15 @@ rope elements, V its first ``latent`` ones; the softmax scale is 1/sqrt(scale_di
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from kgen.bf16 import from_bf16, to_bf16
-from kgen.binding import Binding, Sizes, TensorRule
+from kgen.binding import Binding
 from kgen.errors import TensorError
+from kgen.families.verify_mla_binding import INDEX_ARRAYS, VerifyMlaBinding, call_scalars, softmax_scale
 from kgen.family import (
     Array,
     Candidate,
@@ -38,9 +38,6 @@ from kgen.family import (
 )
 from kgen.targets import Target
 
-INDEX_ARRAYS = ("kv_indices", "kv_indptr", "qo_indptr", "draft_slots")  # their places are bits of wide_indices
-INDEX_DTYPES = ("int32", "int64")
-LOG2_E = math.log2(math.e)
 LAYOUT_LIMITS = {  # least and most; int32 row counts and a kernel's registers bound them
     "heads": (1, 1024),
     "latent": (128, 1024),
@@ -50,12 +47,14 @@ LAYOUT_LIMITS = {  # least and most; int32 row counts and a kernel's registers b
 }
 ROW_PAD_BYTES = 16  # shared rows of 1168 bytes: ldmatrix then touches every bank once
 PROBABILITY_PAD = 8  # elements after each row of P in shared memory, for the same reason
-COMBINE_THREADS = 4  # most threads of a combine block for each four columns of a row
+COMBINE_THREADS = 4  # most threads of a combine block that share four columns of a row
+NAMED_BARRIERS = 15  # of a block, besides that of all its threads (PTX ISA, bar)
 COMBINE_COLUMNS = 128  # fewest columns of a combine block: one warp
 COMBINE_GROUP_SPLITS = 8  # splits that one thread of the combine can have in flight at once
 MIN_SPLIT_ROWS = 64  # a shorter split costs more in the combine than it saves
 DISTINCT_VALUES = 1 << 22  # random numbers drawn for one array; a larger one repeats them
 SAMPLED_ROWS = 8  # of a request whose reference is sampled: gathering its keys takes as long as about so many
+KNOWN_NAMES = {"algorithm": ("flash",), "gather": ("bulk", "cp_async"), "refill": ("late", "eager")}
 GATHER_COST = {"bulk": 1.0, "cp_async": 1.3}  # 16-byte copies reach 1.3 to 1.7 times fewer bytes a clock (H200)
 REGISTER_SLACK = 20  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
 
@@ -69,7 +68,7 @@ class Tiling:
     """How a flash candidate divides a block's work; every other number of the kernel follows from it.
 
     ``row_groups`` groups of ``group_warps`` warps each own ``group_rows`` rows of the tile. For S = Q K^T a
-    group's warps are ``k_split`` slices of the head dimension x ``key_split`` parts of the keys (together ``sharers``) x
+    group's warps are ``k_split`` slices of the head dimension x ``key_split`` parts of the keys (both: ``sharers``) x
     ``score_parts`` parts of its rows; for the softmax each owns ``own_rows`` of its part's rows; for P V they are
     ``group_warps`` slices of the latent columns.
     """
@@ -138,6 +137,8 @@ class Tiling:
             and self.own_rows in (2, 4, 8)
             and self.latent % (32 * self.group_warps) == 0
             and self.tile_n % self.group_warps == 0
+            and self.tile_n // self.group_warps <= 32
+            and self.row_groups + self.stages <= NAMED_BARRIERS
         )
 
     @property
@@ -181,6 +182,10 @@ def _tiles_divide(candidate: Candidate, layout: Layout, target: Target) -> bool:
     return not _is_flash(candidate) or Tiling(candidate, layout).divides()
 
 
+def _names_known(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    return candidate["algorithm"] == "oracle" or all(candidate[name] in known for name, known in KNOWN_NAMES.items())
+
+
 def _shared_fits(candidate: Candidate, layout: Layout, target: Target) -> bool:
     if not _is_flash(candidate):
         return True
@@ -201,6 +206,7 @@ class VerifyMla(Family):
     """The family; shapes and dtypes of its parameters are beside them."""
 
     name: ClassVar[str] = "verify_mla"
+    plan_version: ClassVar[int] = 2
     template: ClassVar[str] = "verify_mla.cu.j2"
     params: ClassVar[ParameterStruct] = ParameterStruct(
         (
@@ -236,6 +242,7 @@ class VerifyMla(Family):
     outputs: ClassVar[tuple[str, ...]] = ("out", "lse")
     axes: ClassVar[tuple[str, ...]] = ("batch", "nodes", "prefix")
     constraints: ClassVar[tuple[Constraint, ...]] = (
+        Constraint("algorithm, gather and refill are names that the template knows", _names_known),
         Constraint("tiles divide evenly among warps", _tiles_divide),
         Constraint("shared memory fits", _shared_fits),
         Constraint("registers fit", _registers_fit),
@@ -308,7 +315,7 @@ class VerifyMla(Family):
             return Plan((main,), {}, _work_scalars(slots, min_split_tiles, 0, 0))
         parts = integer(layout, "latent") // COMBINE_COLUMNS if rows <= sms else 1
         splits = _splits(slots, pairs, tiles, min_split_tiles)
-        groups = min(_combine_groups(layout) // parts, -(-splits // COMBINE_GROUP_SPLITS))
+        groups = min(COMBINE_THREADS, -(-splits // COMBINE_GROUP_SPLITS))
         threads = integer(layout, "latent") // 4 // parts * groups
         merge = Launch(combine.entry, (rows, parts, 1), threads, combine.shared_bytes)
         workspace = {
@@ -326,17 +333,19 @@ class VerifyMla(Family):
 
         heads = integer(layout, "heads")
         few = max(1, 16 // heads)  # keeps many-headed layouts small enough for the emulator
-        many = {8: 65, 16: 33}.get(heads, few)  # more than one mask word; sources do not depend on the heads
+        # More than one mask word where rows are few enough; sources do not depend on the heads.
+        many = 65 if heads <= 8 else 33 if heads <= 16 else few
         return (
             case("one_node", [130], [1], lse=True),
             case("empty_prefix", [0], [2 * few + 1], lse=True),
             case("ragged", [0, 257, 33, 1], [few + 1, few, 1, 0], wide=("kv_indices",), lse=True, spare_nodes=1),
             case("pool_draft", [70, 5], [few, few + 2], draft="pool", wide=("draft_slots", "qo_indptr"), lse=True),
             case("page_tail", [63, 65], [few, few], wide=("kv_indices", "kv_indptr"), lse=False),
-            case("chain", [40], [4 * few + 1], mask="chain", lse=True),
+            case("chain", [125 if heads <= 16 else 40], [4 * few + 1], mask="chain", lse=True),  # splits of row tiles
             case("many_nodes", [50], [many], lse=True),
             case("padded_request", [90, 1], [few, few], padded=1, lse=True, spare_batch=1),
-            case("many_splits", [512, 70], [1, 1], lse=True),  # 513 keys: 9 splits, and two groups in the combine
+            case("many_splits", [1030, 70], [1, 1], lse=True),  # 17 splits: two combine groups, two rounds of loads
+            case("many_requests", [3, 70, *[0] * 34, 1, 130], [1, 1, *[0] * 33, 1, 1, 1], lse=True),  # over 32
         )
 
     def point_case(self, point: Point) -> Case:
@@ -389,7 +398,7 @@ class VerifyMla(Family):
         return {"out": np.full((tokens, heads, integer(layout, "latent")), 0xFFFF, np.uint16), "lse": lse}
 
     def scalars(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> Mapping[str, int | float]:
-        return _call_scalars(
+        return call_scalars(
             inputs,
             wide=[array is not None and array.dtype.itemsize == 8 for array in map(inputs.get, INDEX_ARRAYS)],
             kv_stride=_present(inputs, "kv_pool").shape[1],
@@ -483,21 +492,6 @@ class VerifyMla(Family):
         return (flash, merge)
 
 
-def _call_scalars(
-    arrays: Mapping[str, Any], *, wide: Iterable[bool], kv_stride: int, batch: int, heads: int, scale: float
-) -> dict[str, int | float]:
-    """The parameters that a call's arrays or tensors decide; ``wide`` says which of `INDEX_ARRAYS` are int64."""
-    mask = arrays["tree_mask"]
-    return {
-        "kv_stride": kv_stride,
-        "batch": batch,
-        "heads": heads,
-        "mask_words": 0 if mask is None else mask.shape[1],
-        "wide_indices": sum(is_wide << bit for bit, is_wide in enumerate(wide)),
-        "scale_log2": scale * LOG2_E,
-    }
-
-
 def _work_scalars(slots: int, min_split_tiles: int, combine_groups: int, combine_parts: int) -> dict[str, int]:
     return {
         "work_slots": slots,
@@ -527,11 +521,6 @@ def _combine_groups(layout: Layout) -> int:
 def _combine_shared_bytes(layout: Layout) -> int:
     """One float4 a thread, and one total a group."""
     return _combine_threads(layout) * 16 + _combine_groups(layout) * 4
-
-
-def softmax_scale(layout: Layout) -> float:
-    """1/sqrt(scale_dim): 192 for DeepSeek-V3, whose unabsorbed heads are 128 + 64 wide."""
-    return 1.0 / math.sqrt(integer(layout, "scale_dim"))
 
 
 def _shared_traffic(tiling: Tiling) -> float:
@@ -604,123 +593,3 @@ def _softmax_product(score: Array, values: Array) -> tuple[Array, Array]:
     with np.errstate(divide="ignore"):
         lse = np.log(total) + base
     return weight @ values / np.where(total > 0, total, 1.0)[:, None], lse
-
-
-class VerifyMlaBinding(Binding):
-    """The tensors and the options of a call.
-
-    ``scale`` is of the softmax (1/sqrt(scale_dim) of the layout by default). ``nodes`` is a promise that no request has
-    more tree nodes, which keeps grids small; by default it is what the mask has bits for, within the capacity.
-    """
-
-    rules: ClassVar[tuple[TensorRule, ...]] = (
-        TensorRule("q", ("bfloat16",), ("tokens", "heads", "head_dim"), aligned=True),
-        TensorRule("kv_pool", ("bfloat16",), ("slots", "1?", "head_dim"), rows_apart=True, aligned=True),
-        TensorRule("draft_kv", ("bfloat16",), ("tokens", "1?", "head_dim"), optional=True, aligned=True),
-        TensorRule("kv_indices", INDEX_DTYPES, ("entries",)),
-        TensorRule("kv_indptr", INDEX_DTYPES, ("batch + 1",)),
-        TensorRule("qo_indptr", INDEX_DTYPES, ("batch + 1",)),
-        TensorRule("draft_slots", INDEX_DTYPES, ("tokens",), optional=True),
-        TensorRule("tree_mask", ("int32",), ("tokens", "words"), optional=True),
-        TensorRule("out", ("bfloat16",), ("tokens", "heads", "latent"), aligned=True, writable=True),
-        TensorRule("lse", ("float32",), ("tokens", "heads"), optional=True, writable=True),
-    )
-    options: ClassVar[tuple[str, ...]] = ("scale", "nodes")
-    plan_axes: ClassVar[tuple[str, ...]] = ("batch", "nodes")
-
-    def __init__(self, layout: Layout, capacity: Point) -> None:
-        self._capacity = capacity
-        latent = int(layout["latent"])
-        self._fixed = {"heads": int(layout["heads"]), "latent": latent, "head_dim": latent + int(layout["rope"])}
-        self._scale = softmax_scale(layout)
-
-    def sizes(self, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Sizes:
-        """Tokens of ``q`` and requests of ``kv_indptr``, within the prepared capacity."""
-        tokens, batch = _rows("q", tensors["q"]), _rows("kv_indptr", tensors["kv_indptr"]) - 1
-        if not 0 <= batch <= self._capacity["batch"]:
-            seen = f"{batch} requests, prepared for {self._capacity['batch']}"
-            raise TensorError("kv_indptr", "must have one more entry than there are requests", seen=seen)
-        nodes = options["nodes"]
-        most = self._most_nodes(tensors["tree_mask"], nodes)
-        if tokens > batch * most:
-            raise TensorError("q", "has too many tokens", seen=f"{tokens} for {batch} requests of at most {most} nodes")
-        average = -(-tokens // batch) if batch else 0
-        return Sizes(
-            dimensions={"tokens": tokens, "batch + 1": batch + 1, **self._fixed},
-            point={"batch": batch, "nodes": average if nodes is None else nodes},
-            extents={"batch": batch, "nodes": most},
-            is_empty=tokens == 0,
-        )
-
-    def _most_nodes(self, mask: Any, promised: int | None) -> int:
-        """How many tree nodes a request may have in this call."""
-        capacity = self._capacity["nodes"]
-        shape: tuple[int, ...] = getattr(mask, "shape", ())
-        bits = shape[1] * 32 if len(shape) == 2 else capacity  # a mask of another shape is refused later
-        if promised is None:
-            return min(capacity, bits)
-        if not 0 < promised <= capacity:
-            raise TensorError("nodes", "is beyond the capacity", seen=f"{promised}, prepared for {capacity}")
-        if promised > bits:
-            raise TensorError("tree_mask", "has too few words", seen=f"{bits} bits for {promised} nodes")
-        return promised
-
-    def scalars(self, tensors: Mapping[str, Any], sizes: Sizes, options: Mapping[str, Any]) -> dict[str, int | float]:
-        """Strides, counts, the widths of the index tensors and the softmax scale."""
-        if (tensors["draft_kv"] is None) == (tensors["draft_slots"] is None):
-            seen = "neither" if tensors["draft_kv"] is None else "both"
-            raise TensorError("draft_kv", "give either it or draft_slots", seen=seen)
-        return _call_scalars(
-            tensors,
-            wide=[tensor is not None and tensor.element_size() == 8 for tensor in map(tensors.get, INDEX_ARRAYS)],
-            kv_stride=tensors["kv_pool"].stride(0),
-            batch=sizes.extents["batch"],
-            heads=self._fixed["heads"],
-            scale=self._scale if options["scale"] is None else options["scale"],
-        )
-
-    def check_content(self, tensors: Mapping[str, Any], sizes: Sizes) -> None:
-        """Offsets must rise from 0 and end in their tensors; slots must be in the pool, lengths within capacity."""
-        slots = tensors["kv_pool"].shape[0]
-        prefixes = _lengths("kv_indptr", tensors["kv_indptr"])
-        nodes = _lengths("qo_indptr", tensors["qo_indptr"])
-        for name, lengths, limit in (
-            ("kv_indptr", prefixes, self._capacity["prefix"]),
-            ("qo_indptr", nodes, sizes.extents["nodes"]),
-        ):
-            if max(lengths, default=0) > limit:
-                raise TensorError(name, f"has a request longer than {limit}", seen=str(max(lengths)))
-        tokens = sizes.dimensions["tokens"]
-        if sum(nodes) != tokens:
-            raise TensorError("qo_indptr", "must end at the number of tokens", seen=f"{sum(nodes)} instead of {tokens}")
-        entries = tensors["kv_indices"].shape[0]
-        if sum(prefixes) > entries:
-            seen = f"{sum(prefixes)}, but kv_indices has {entries} entries"
-            raise TensorError("kv_indptr", "ends beyond kv_indices", seen=seen)
-        _check_slots("kv_indices", tensors["kv_indices"][: sum(prefixes)], slots)
-        if tensors["draft_slots"] is not None:
-            _check_slots("draft_slots", tensors["draft_slots"], slots)
-
-
-def _rows(name: str, tensor: Any) -> int:
-    """The first dimension of a tensor whose other properties are checked later."""
-    shape: tuple[int, ...] = getattr(tensor, "shape", ())
-    if len(shape) == 0:
-        raise TensorError(name, "is not a torch tensor with dimensions", seen=type(tensor).__name__)
-    return int(shape[0])
-
-
-def _lengths(name: str, offsets: Any) -> list[int]:
-    values: list[int] = offsets.tolist()
-    lengths = [after - before for before, after in pairwise(values)]
-    if values[0] != 0 or min(lengths, default=0) < 0:
-        raise TensorError(name, "must start at 0 and never fall", seen=str(values[:8]))
-    return lengths
-
-
-def _check_slots(name: str, slots: Any, limit: int) -> None:
-    if slots.numel():
-        low, high = int(slots.min()), int(slots.max())
-        if low < 0 or high >= limit:
-            seen = f"{low if low < 0 else high} for {limit} rows"
-            raise TensorError(name, "points outside kv_pool", seen=seen)

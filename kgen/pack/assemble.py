@@ -189,6 +189,7 @@ def _manifest(selection: Selection, built: dict[str, dict[str, BuildResult]], ar
     return Manifest(
         schema=SCHEMA,
         family=spec.family.name,
+        interface=spec.family.interface,
         kgen_version=kgen.__version__,
         spec=SpecRef(spec.path.stem, spec.sha256),
         tolerances={

@@ -60,6 +60,7 @@ def verify_pack(
     missing or foreign file.
     """
     pack = load_pack(path)
+    pack.require_interface(find_family(pack.manifest.family, str(path)).interface)
     foreign = foreign_files(path, set(pack.manifest.files()))
     if foreign:
         raise PackError(str(path / foreign[0]), "is no part of the pack", remedy="remove it, or emit the pack again")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kgen.binding import Binding, Point
-from kgen.errors import InputError, PackError
+from kgen.errors import DeviceError, InputError, PackError
 from kgen.resources import cache_dir as default_cache_dir
 from kgen.runtime.backends import Backend, CudaBackend, EmulatorBackend
 from kgen.runtime.dispatch import Dispatcher, Explanation, Match, Table, arch_capability
@@ -168,8 +168,9 @@ def prepare(
     if pack.manifest.family != family:
         raise PackError(pack.where, f"is no pack of {family}", seen=f"it holds {pack.manifest.family}")
     described = find_family(family, "family")
+    pack.require_interface(described.interface)
     _check_capacity(described.axes, capacity)
-    on = torch.device(device)
+    on = _device(torch, device)
     params_bytes = described.params.size_bytes
     dispatcher = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where)
     backend: Backend
@@ -178,6 +179,11 @@ def prepare(
         backend = EmulatorBackend(Path(cache_dir) if cache_dir else default_cache_dir(), params_bytes)
         chosen = target or _newest_target(pack)
     elif on.type == "cuda":
+        if not torch.cuda.is_available():
+            wrong = "is not there for torch"
+            raise DeviceError(
+                str(on), wrong, seen=f"torch {torch.__version__}", remedy="install a CUDA build, or use cpu"
+            )
         on = torch.empty(1, device=on).device  # has an index, and lets torch make the primary context
         backend = CudaBackend(on.index, params_bytes)
         chosen = dispatcher.target(backend.capability, backend.sms, target)
@@ -198,10 +204,19 @@ def prepare(
     return call
 
 
-def _check_capacity(axes: Sequence[str], capacity: Mapping[str, int]) -> None:
-    if set(capacity) != set(axes) or any(not 1 <= value < 2**31 for value in capacity.values()):
+def _device(torch: Any, device: Any) -> Any:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        seen = f"{device!r}: {str(error).splitlines()[0]}"
+        raise InputError("device", "is none that torch knows", seen=seen, remedy="use cpu, cuda or cuda:N") from None
+
+
+def _check_capacity(axes: Sequence[str], capacity: object) -> None:
+    values = capacity if isinstance(capacity, Mapping) else {}
+    if set(values) != set(axes) or any(type(value) is not int or not 1 <= value < 2**31 for value in values.values()):
         remedy = f"give a positive whole number for each of {', '.join(axes)}"
-        raise InputError("capacity", "does not fit the family", seen=repr(dict(capacity)), remedy=remedy)
+        raise InputError("capacity", "does not fit the family", seen=repr(capacity), remedy=remedy)
 
 
 def _check_grids(launches: Sequence[Launch]) -> None:

@@ -6,6 +6,7 @@ The standard library only: a serving process reads packs with this. docs/pack.md
 from __future__ import annotations
 
 import json
+import math
 import re
 import types
 import typing
@@ -16,7 +17,7 @@ from typing import Any, Literal, Union
 
 from kgen.errors import PackError
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when a reader of this version could misread a newer pack."""
 MANIFEST_FILE, DIGEST_FILE = "manifest.json", "MANIFEST.sha256"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -146,10 +147,14 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a pack says about itself. ``tolerances`` is by output, ``dispatch`` by target and layout name."""
+    """Everything a pack says about itself. ``tolerances`` is by output, ``dispatch`` by target and layout name.
+
+    ``interface`` is how the kernels are launched (`kgen.family.Family.interface`).
+    """
 
     schema: int
     family: str
+    interface: str
     kgen_version: str
     spec: SpecRef
     tolerances: Mapping[str, PackedTolerance]
@@ -266,6 +271,8 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
             yield f"source {name!r} has a cubin for an arch that is not listed"
         if not source.kernels:
             yield f"source {name!r} has no kernels"
+        if any(cubin.blocks_per_sm < 1 for cubin in source.cubins.values()):
+            yield f"no SM holds a block of source {name!r}"
     for name, variant in manifest.variants.items():
         if variant.source not in manifest.sources:
             yield f"variant {name!r} names the missing source {variant.source!r}"
@@ -304,6 +311,8 @@ def _point_problems(table: PackedLayout) -> Iterator[str]:
         point = tuple(bucket.point[axis] for axis in table.axes)
         if point in points or any(bucket.point[axis] not in values for axis, values in table.axes.items()):
             yield f"the point {dict(bucket.point)} is listed twice or is off the axes' values"
+        if not 0 < bucket.time_us < math.inf:
+            yield f"the time at {dict(bucket.point)} is {bucket.time_us}"
         points.add(point)
 
 

@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from kgen.errors import PackError
@@ -37,6 +38,17 @@ class Pack:
     def cubin(self, source: str, arch: str) -> bytes:
         """The cubin of a source for an arch of the pack."""
         return self.files[cubin_path(arch, source)]
+
+    def require_interface(self, interface: str) -> None:
+        """PackError unless the kernels are launched as by the family of this `kgen.family.Family.interface`."""
+        held = self.manifest
+        if held.interface != interface:
+            raise PackError(
+                self.where,
+                f"is for another kgen, which launches {held.family} differently",
+                seen=f"kgen {held.kgen_version}: {_first_difference(held.interface, interface)}",
+                remedy="emit the pack again with this kgen",
+            )
 
 
 def digest_line(manifest: bytes) -> bytes:
@@ -66,6 +78,11 @@ def load_pack(path: str | os.PathLike[str]) -> Pack:
             wrong = "does not have the sha256 that the manifest records"
             raise PackError(str(root / name), wrong, seen=f"{seen[:12]}... instead of {sha256[:12]}...", remedy=REBUILD)
     return Pack(manifest, files, str(root))
+
+
+def _first_difference(theirs: str, ours: str) -> str:
+    pairs = zip_longest(theirs.split(", "), ours.split(", "), fillvalue="nothing")
+    return next(f"{their!r} where this has {our!r}" for their, our in pairs if their != our)
 
 
 def _read(root: Path, name: str) -> bytes:

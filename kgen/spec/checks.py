@@ -14,6 +14,7 @@ from kgen.spec.located_yaml import FieldPath, LocatedYaml, suggest
 from kgen.targets import Target
 
 MAX_CANDIDATES = 1_000_000
+MAX_AXIS_VALUE = 1 << 24  # a point's inputs and indices are made for it
 MAX_POINTS = 10_000
 _MAX_REPORTED = 8
 
@@ -101,6 +102,8 @@ class _Checks:
                 if type(value) is not type(values[0]):
                     wrong = "integers and names are mixed in one tunable"
                     yield self.error(("tunables", name, index), wrong, seen=repr(value))
+                elif isinstance(value, int) and value < 1:
+                    yield self.error(("tunables", name, index), "must be at least 1", seen=repr(value))
         total = math.prod(len(values) for values in tunables.values())
         if total > MAX_CANDIDATES:
             yield self.error(
@@ -153,9 +156,17 @@ class _Checks:
         if "layouts" in self.sections:
             names = self.sections["layouts"].keys()
             yield from self._names(("workload", "layouts"), workload.layouts, names, "layout", complete=False)
+        yield from self._axis_values(workload.axes)
         total = math.prod(len(values) for values in workload.axes.values())
         if total > MAX_POINTS:
             yield self.error(at, "too many points", seen=f"{total} combinations", remedy=f"at most {MAX_POINTS}")
+
+    def _axis_values(self, axes: Mapping[str, Sequence[int]]) -> Iterator[SpecError]:
+        for axis, values in axes.items():
+            for index, value in enumerate(values):
+                if value > MAX_AXIS_VALUE:
+                    at = ("workload", "axes", axis, index)
+                    yield self.error(at, f"must be at most {MAX_AXIS_VALUE}", seen=str(value))
 
     def tolerances(self) -> Iterator[SpecError]:
         if self.family and "tolerances" in self.sections:

@@ -1,5 +1,5 @@
 // Kernels whose results are compared with numpy.
-#include <kgen/primitives.cuh>
+#include <kgen/reductions.cuh>
 
 using namespace kgen;
 
@@ -64,6 +64,42 @@ KGEN_KERNEL(shuffles, 64, 1, ShuffleParams, params) {
   params.out.store(5 * 64 + t, warp_any(value == 40.0f) ? 1.0f : 0.0f);
   params.out.store(6 * 64 + t, shuffle(value, t * 7 % 32));
   params.out.store(7 * 64 + t, static_cast<float>(shuffle(t, 5)));
+}
+
+struct WarpParams {
+  Global<const int32_t> in;
+  Global<int32_t> out;  // [13, 64]
+};
+
+KGEN_KERNEL(warp_values, 64, 1, WarpParams, params) {
+  const int t = thread_index();
+  const int value = params.in.load(t);
+  const uint32_t odd = warp_ballot(value % 2 != 0);
+  const Global<const int32_t> theirs = shuffle(params.in + t, t * 7 % 32);  // of that lane: its element
+  uint32_t square[4] = {4u * (t % 4), 4u * (t % 4) + 1, 4u * (t % 4) + 2, 4u * (t % 4) + 3};
+  quad_transpose(square);
+  const int32_t found[] = {
+      warp_sum(value),
+      static_cast<int32_t>(odd),
+      lowest_lane(odd),
+      lowest_lane(warp_ballot(value == 1 << 30)),
+      theirs.load(0),
+      shuffle_xor(value, 5),
+      static_cast<int32_t>(shuffle_xor(static_cast<uint32_t>(value) | 1u << 31, 9)),
+      lanes_running_sum(value),
+      lanes_sum<8>(value),
+      static_cast<int32_t>(square[0]),
+      static_cast<int32_t>(square[1]),
+      static_cast<int32_t>(square[2]),
+      static_cast<int32_t>(square[3]),
+  };
+  for (int i = 0; i < 13; ++i) params.out.store(i * 64 + t, found[i]);
+}
+
+KGEN_KERNEL(bf16_halves, 32, 1, ShuffleParams, params) {
+  const Global<const uint32_t> pairs{reinterpret_cast<const uint32_t*>(params.in.pointer)};
+  const uint32_t pair = pairs.load(thread_index());
+  params.out.store_as(2 * thread_index(), float2v{low_bf16(pair), high_bf16(pair)});
 }
 
 struct ExponentParams {

@@ -1,0 +1,327 @@
+"""What the validation of verify_mla runs: every loop of every candidate, so that a bug planted in one is found."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from mla_schedule import dealt_by_plan
+
+from kgen.build.toolchain import find_toolchain
+from kgen.family import Candidate, Case, Layout, Plan
+from kgen.render import render
+from kgen.resources import SPECS, TEMPLATES
+from kgen.space import enumerate_space
+from kgen.spec import Spec, load_spec
+from kgen.validate import Verdict, validate_in_emulator
+
+TARGET = "sm_120"
+SMS = 188
+WARP = 32
+COMBINE_LOADS = 8  # splits that a thread of the combine has in flight
+
+
+@pytest.fixture(scope="module")
+def spec() -> Spec:
+    return load_spec(SPECS / "verify_mla.yaml")
+
+
+@dataclass(frozen=True)
+class Loops:
+    """How far the loops of one validation run go, each at its longest.
+
+    ``tiles`` of a block, ``splits`` of a request and by how many tiles two of them differ, ``row_tiles`` of a split
+    request, ``combine_groups`` of threads, the ``combine_rounds`` of loads that each does, ``requests`` of the batch.
+    """
+
+    tiles: int
+    splits: int
+    uneven: int
+    row_tiles: int
+    combine_groups: int
+    combine_rounds: int
+    requests: int
+    has_idle_block: bool
+    has_more_tiles_than_slots: bool
+
+
+def loops(candidate: Candidate, plan: Plan, layout: Layout, case: Case) -> Loops:
+    """Of one case under one plan; the division into blocks is the kernel's."""
+    heads, tile_n = int(layout["heads"]), int(candidate["tile_n"])
+    items = dealt_by_plan(plan, candidate, heads, case.options["prefixes"], case.options["nodes"])
+    lengths: dict[int, list[int]] = {}
+    rows: dict[int, set[int]] = {}
+    for item in items:
+        lengths.setdefault(item.request, []).append(item.tiles(tile_n))
+        rows.setdefault(item.request if item.splits > 1 else -1, set()).add(item.first_row)
+    splits, groups = max(item.splits for item in items), plan.scalars["combine_groups"]
+    return Loops(
+        tiles=max(max(tiles) for tiles in lengths.values()),
+        splits=splits,
+        uneven=max(max(tiles) - min(tiles) for tiles in lengths.values()),
+        row_tiles=max((len(first) for request, first in rows.items() if request >= 0), default=0),
+        combine_groups=groups,
+        combine_rounds=-(-splits // (groups * COMBINE_LOADS)) if groups else 0,
+        requests=len(case.options["prefixes"]),
+        has_idle_block=len(items) < plan.launches[0].grid[0],
+        has_more_tiles_than_slots=len(items) > plan.scalars["work_slots"],
+    )
+
+
+def validation_runs(spec: Spec, candidate: Candidate, layout: Layout) -> list[Loops]:
+    """Every plan of every case, as `validate` asks for them."""
+    runs = []
+    for case in spec.family.cases(layout):
+        plans = spec.family.proving_plans(
+            candidate, layout, spec.family.capacity(case), sms=spec.target(TARGET).sms, resident_blocks=1
+        )
+        runs += [loops(candidate, plan, layout, case) for plan in plans]
+    return runs
+
+
+@pytest.mark.parametrize("layout_name", ["h8_p1", "h128_p64"])
+def test_validation_reaches_every_loop_of_every_candidate(spec: Spec, layout_name: str) -> None:
+    layout = spec.layout(layout_name)
+    candidates = enumerate_space(spec, layout_name, spec.target(TARGET)).candidates
+    assert spec.default in candidates
+    for candidate in candidates:
+        runs = validation_runs(spec, candidate, layout)
+        assert max(run.tiles for run in runs) > 2 * int(candidate["stages"]), f"the ring wraps twice: {candidate}"
+        assert {run.splits > 1 for run in runs} == {True, False}, candidate
+        assert max(run.uneven for run in runs) >= 1, candidate
+        assert max(run.row_tiles for run in runs) >= 2, candidate
+        assert any(run.combine_groups >= 2 and run.combine_rounds >= 2 for run in runs), candidate
+        assert any(run.splits > 1 and run.requests > WARP for run in runs), candidate
+        assert any(run.has_idle_block for run in runs), candidate
+        assert any(run.has_more_tiles_than_slots for run in runs), candidate
+
+
+def test_the_plan_of_a_whole_gpu_alone_would_not_reach_them(spec: Spec) -> None:
+    layout, candidate = spec.layout("h8_p1"), spec.default
+    case = next(case for case in spec.family.cases(layout) if case.name == "ragged")
+    capacity = spec.family.capacity(case)
+    plan, *_ = spec.family.proving_plans(candidate, layout, capacity, sms=spec.target(TARGET).sms, resident_blocks=1)
+    assert loops(candidate, plan, layout, case).tiles <= int(candidate["stages"]), "no split refills the ring"
+
+
+FLASH, COMBINE = "include/kgen/verify_mla_flash.cuh", "include/kgen/verify_mla_combine.cuh"
+SCHEDULE, PROBLEM = "include/kgen/verify_mla_schedule.cuh", "include/kgen/verify_mla_problem.cuh"
+REDUCTIONS = "include/kgen/reductions.cuh"
+CASES = ("ragged", "many_splits")  # enough to find most of the bugs below, in less time than all
+EAGER: Candidate = {"refill": "eager", "gather": "cp_async"}
+ALONE: Candidate = {"refill": "eager", "row_groups": 1, "tile_m": 32}
+KEYS: Candidate = {"tile_n": 32, "stages": 2, "k_split": 2, "key_split": 2, "tile_m": 32, "row_groups": 1, "warps": 4}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug: in a header, ``old`` becomes ``new``, and ``also`` another; it is in the default with ``changes``.
+
+    ``reason`` is how it is seen, in one of ``cases`` on a GPU of ``sms``, in a layout with other ``fields``.
+    """
+
+    file: str
+    old: str
+    new: str
+    reason: str
+    changes: Candidate = field(default_factory=dict)
+    cases: Sequence[str] = CASES
+    also: tuple[str, str] | None = None
+    sms: int = SMS
+    fields: Mapping[str, int] = field(default_factory=dict)
+
+
+REFILL_WAIT = """\
+    if constexpr (Config::kRowGroups > 1 || Config::kEagerRefill) named_barrier_sync(kLeft + stage, T::kThreads);
+"""
+ARRIVE = "      if (refilled(tile) && !mine(tile)) named_barrier_arrive(kLeft + stage, T::kThreads);\n"
+MET = "    named_barrier_sync(1 + group, T::kGroupWarps * 32);\n"
+LATE_REFILL = "    if (!Config::kEagerRefill) ring.refill(tile - 1, last_stage, next_place);\n"
+PLACE = "next_place = ring.place(tile + Config::kStages);"
+PRODUCT = "    value_tile.accumulate(probability_lane, o);\n"
+LEAVE = "    ring.leave(tile, stage);\n"
+OWNER = "const int owner = (m * 16 + half * 8) / T::kOwnRows;"
+TAIL = "    if (first_key + Config::kTileN > request.prefix) {\n"
+ITEM = "divide(place, work.row_tiles);"
+RANGE = "const int first_tile = work.first_tile(split), tiles = work.first_tile(split + 1) - first_tile;"
+ROUND = "start < work.splits; start += kInFlight * params.combine_groups"
+IN_FLASH, WRONG, NAN = "verify_mla_flash.cuh", "relative L2 error", "are NaN or never written"
+OUTSIDE = "outside every buffer"
+SHARP = {"scale_dim": 1}  # scores so far apart that the peak of most rows rises on the way
+REQUESTS = ("many_requests",)
+MUTANTS = {
+    # The ring.
+    "refill fetches the rows of the tile before": Mutant(FLASH, PLACE, "next_place = ring.place(tile);", WRONG),
+    "eager refill fetches the rows of the tile before": Mutant(
+        FLASH, PLACE, "next_place = ring.place(tile);", WRONG, EAGER
+    ),
+    "refill does not meet the other row group": Mutant(FLASH, REFILL_WAIT, "", IN_FLASH),
+    "row groups refill without a word": Mutant(FLASH, REFILL_WAIT, "", IN_FLASH, also=(ARRIVE, "")),
+    "row groups refill eagerly without a word": Mutant(FLASH, REFILL_WAIT, "", IN_FLASH, EAGER, also=(ARRIVE, "")),
+    "eager refill does not wait for its own group": Mutant(
+        FLASH, "Config::kRowGroups > 1 || Config::kEagerRefill", "Config::kRowGroups > 1", IN_FLASH, ALONE
+    ),
+    "late refill comes before its group has met": Mutant(
+        FLASH, MET + LATE_REFILL, LATE_REFILL + MET, IN_FLASH, {**ALONE, "refill": "late"}
+    ),
+    "a stage is left before its values are read": Mutant(FLASH, PRODUCT + LEAVE, LEAVE + PRODUCT, IN_FLASH),
+    "later phases of a stage are not waited for": Mutant(
+        FLASH, "ring.wait(stage, parity);", "if (tile < Config::kStages) ring.wait(stage, 0);", IN_FLASH
+    ),
+    "the parity stays": Mutant(FLASH, "parity ^ 1 : parity", "parity : parity", IN_FLASH),
+    "both row groups fill the first stages": Mutant(
+        FLASH, "stage = group + i * Config::kRowGroups;", "stage = i * Config::kRowGroups;", IN_FLASH
+    ),
+    # Scores and softmax.
+    "scores go to the wrong owner": Mutant(FLASH, OWNER, OWNER.replace(";", " ^ 1;"), WRONG),
+    "the keys of two parts change places": Mutant(
+        FLASH, "first = key_part * Config", "first = (Config::kKeySplit - 1 - key_part) * Config", WRONG, KEYS
+    ),
+    "a slice of the head dimension is left out": Mutant(
+        FLASH, "slice < Config::kKSplit; slice++", "slice + 1 < Config::kKSplit; slice++", WRONG
+    ),
+    "the last chunk of Q is left out": Mutant(
+        FLASH, "(k + 1 < T::kScoreK || lane % 4 < 2)", "k + 1 < T::kScoreK", WRONG
+    ),
+    "the mask of the draft rows is left out": Mutant(FLASH, TAIL, "    if (false) {\n", WRONG),
+    "the mask is left out where a tile has keys of the prefix too": Mutant(
+        FLASH, TAIL, "    if (first_key >= request.prefix) {\n", WRONG
+    ),
+    "the mask is that of the next node": Mutant(
+        FLASH, "divide(tile_row + row, params.heads)", "divide(tile_row + row, params.heads) + 1", OUTSIDE
+    ),
+    "weights are relative to a stale peak": Mutant(
+        FLASH, "float rescale = 1;", "float rescale = 1, stale = peak;", WRONG,
+        also=("base = peak == -infinity() ? 0 : peak;", "base = stale == -infinity() ? 0 : stale;"),
+    ),
+    "older sums keep their scale": Mutant(FLASH, "total *= rescale;", "", WRONG, fields=SHARP),
+    "older outputs keep their scale": Mutant(FLASH, "if (rescaled) rescale", "if (false) rescale", WRONG, fields=SHARP),
+    "only a warp's own rows are rescaled": Mutant(
+        FLASH, "if (rescaled) rescale", "if (warp_any(rescale != 1)) rescale", WRONG, fields=SHARP
+    ),
+    "sums in the order of columns": Mutant(
+        REDUCTIONS, "x[i] = upper ? other : x[i];", "x[i] = upper ? x[i] : other;", WRONG
+    ),
+    "P is read before its group has met": Mutant(
+        FLASH, "const bool rescaled = named_barrier_any(1 + group, T::kGroupWarps * 32, rescale != 1);",
+        "const bool rescaled = true;", IN_FLASH,
+    ),
+    # The schedule.
+    "left-over tiles are dropped": Mutant(
+        SCHEDULE, "work.longer = work.key_tiles - work.share * work.splits;", "work.longer = 0;", WRONG
+    ),
+    "every other split is done twice": Mutant(FLASH, ITEM, ITEM.replace(";", " / 2 * 2;"), NAN),
+    "a split starts one tile early": Mutant(
+        FLASH, RANGE, RANGE.replace("work.first_tile(split),", "work.first_tile(split) - (split > 0),"), WRONG
+    ),
+    "a split ends one tile early": Mutant(FLASH, RANGE, RANGE.replace(";", " - (split + 1 < work.splits);"), WRONG),
+    "row tiles and splits change places": Mutant(
+        FLASH, ITEM, "divide(place, work.splits);", OUTSIDE, cases=("many_nodes",)
+    ),
+    "items start after the request's own": Mutant(
+        SCHEDULE, "work.first_item = shuffle(end - mine, owner);", "work.first_item = shuffle(end, owner);", OUTSIDE,
+    ),
+    "requests past a warp's lanes are not counted": Mutant(
+        SCHEDULE, "items = shuffle(end, 31);", "items = 0;", NAN, cases=REQUESTS
+    ),
+    "requests past a warp's lanes are not read again": Mutant(
+        SCHEDULE, "if (first > 0) work =", "if (first > 32) work =", "race on global memory", cases=REQUESTS
+    ),
+    "requests past a warp's lanes are left out of the sums": Mutant(
+        SCHEDULE, "tiles += more.row_tiles * more.key_tiles;", "tiles += 0;", OUTSIDE, cases=REQUESTS, sms=7
+    ),
+    "row tiles past a warp's lanes are left out of the sums": Mutant(
+        SCHEDULE, "row_tiles += more.row_tiles;", "row_tiles += 0;", OUTSIDE, cases=REQUESTS, sms=7
+    ),
+    "every block is given a split, and no row tile its own": Mutant(
+        SCHEDULE, "params.work_slots - row_tiles;", "params.work_slots;", NAN, sms=5
+    ),
+    # The combine.
+    "combine groups start at the wrong split": Mutant(COMBINE, "int start = group;", "int start = group + 1;", WRONG),
+    "combine leaves group 1 out": Mutant(COMBINE, "int other = 1;", "int other = 2;", WRONG),
+    "combine leaves out a round that is not full": Mutant(
+        COMBINE, ROUND, ROUND.replace("start <", "start + (kInFlight - 1) * params.combine_groups <"), WRONG
+    ),
+    "combine does one round": Mutant(COMBINE, ROUND, ROUND.replace("start < work.splits", "start == group"), WRONG),
+    "combine counts a split again where it has none": Mutant(
+        COMBINE, "start + i * params.combine_groups < work.splits ? exp2_approx", "true ? exp2_approx", WRONG
+    ),
+    "combine blocks all write the first columns": Mutant(
+        COMBINE, "(block_index_y() * column_threads + place)", "place", "verify_mla_combine.cuh"
+    ),
+    "combine takes the splits of another row tile": Mutant(
+        COMBINE, "static_cast<int64_t>(work.row_tiles) * Config::kTileM;", "Config::kTileM;", NAN, cases=("chain",)
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("builds")
+
+
+def validate_templates(
+    spec: Spec,
+    changes: Candidate,
+    templates: Path,
+    cache_dir: Path,
+    cases: Sequence[str] = CASES,
+    *,
+    sms: int = SMS,
+    fields: Mapping[str, int] | None = None,
+) -> Verdict:
+    layout, candidate = {**spec.layout("h8_p1"), **(fields or {})}, {**spec.default, **changes}
+    return validate_in_emulator(
+        render(spec.family, candidate, layout, templates),
+        spec.family,
+        candidate,
+        layout,
+        spec.tolerances,
+        toolchain=find_toolchain("emulator"),
+        cache_dir=cache_dir,
+        target_sms=sms,
+        resident_blocks=1,
+        cases=[case for case in spec.family.cases(layout) if case.name in cases],
+        seeds=(0,),
+    )
+
+
+def planted(mutant: Mutant, folder: Path) -> Path:
+    """The templates with the bug."""
+    templates = folder / "templates"
+    shutil.copytree(TEMPLATES, templates)
+    for old, new in [(mutant.old, mutant.new), *([mutant.also] if mutant.also else [])]:
+        text = (templates / mutant.file).read_text()
+        assert text.count(old) == 1, old
+        (templates / mutant.file).write_text(text.replace(old, new))
+    return templates
+
+
+@pytest.mark.parametrize("changes", [{}, EAGER, ALONE, KEYS], ids=["default", "eager", "alone", "keys"])
+def test_the_kernels_are_right_without_a_planted_bug(spec: Spec, changes: Candidate, cache_dir: Path) -> None:
+    runs: tuple[tuple[int, Mapping[str, int], Sequence[str]], ...] = (
+        (SMS, {}, (*CASES, "chain", "many_nodes", *REQUESTS)),
+        (5, {}, (*CASES, *REQUESTS)),
+        (SMS, SHARP, CASES),
+    )
+    for sms, fields, cases in runs:
+        verdict = validate_templates(spec, changes, TEMPLATES, cache_dir, cases, sms=sms, fields=fields)
+        assert verdict.ok, verdict.reason
+
+
+def test_the_target_is_the_one_that_bugs_are_looked_for_on(spec: Spec) -> None:
+    assert spec.target(TARGET).sms == SMS
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_found(spec: Spec, name: str, tmp_path: Path, cache_dir: Path) -> None:
+    mutant = MUTANTS[name]
+    templates = planted(mutant, tmp_path)
+    verdict = validate_templates(
+        spec, mutant.changes, templates, cache_dir, mutant.cases, sms=mutant.sms, fields=mutant.fields
+    )
+    assert not verdict.ok
+    assert mutant.reason in verdict.reason, verdict.reason

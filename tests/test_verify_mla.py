@@ -1,0 +1,289 @@
+"""verify_mla at its edges, in the emulator: lengths far apart, many requests, few blocks, numbers that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mla_schedule import Item, dealt, dealt_by_plan, split_length
+
+from kgen.bf16 import from_bf16
+from kgen.build import build
+from kgen.build.toolchain import find_toolchain
+from kgen.emulator import EmulatedModule
+from kgen.families.verify_mla import _splits
+from kgen.families.verify_mla_binding import LOG2_E, softmax_scale
+from kgen.family import Array, Candidate, Case, Plan
+from kgen.render import render
+from kgen.resources import SPECS
+from kgen.spec import load_spec
+from kgen.validate import compare
+from kgen.validate.launchers import Call, EmulatorLauncher
+
+SPEC = load_spec(SPECS / "verify_mla.yaml")
+FAMILY, LAYOUT = SPEC.family, SPEC.layout("h8_p1")
+HEADS = int(LAYOUT["heads"])
+FLASH: dict[str, Candidate] = {
+    "default": SPEC.default,
+    "eager": {**SPEC.default, "refill": "eager", "gather": "cp_async"},
+    "small": {**SPEC.default, "tile_m": 16, "warps": 4, "row_groups": 1},
+}
+KERNELS = {**FLASH, "oracle": SPEC.oracle}
+NAN, INFINITY = 0x7FC0, 0x7F80
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shared with the other test processes, which then do not compile the same again."""
+    return tmp_path_factory.getbasetemp().parent / "emulator"
+
+
+def case_of(prefixes: list[int], nodes: list[int], **options: Any) -> Case:
+    return Case("edge", {"prefixes": prefixes, "nodes": nodes, "lse": True, **options})
+
+
+def plan_of(candidate: Candidate, case: Case, sms: int) -> Plan:
+    return FAMILY.plan(candidate, LAYOUT, FAMILY.capacity(case), sms=sms, resident_blocks=1)
+
+
+def run(
+    candidate: Candidate,
+    case: Case,
+    plan: Plan,
+    inputs: Mapping[str, Array | None],
+    cache_dir: Path,
+    **more: Array,
+) -> Mapping[str, Array]:
+    """Every output, and what the launches leave in the arrays of ``more``."""
+    source = render(FAMILY, candidate, LAYOUT)
+    (built,) = build([source], arch="emulator", toolchain=find_toolchain("emulator"), cache_dir=cache_dir, jobs=1)
+    assert built.path is not None, built.log
+    outputs = {**FAMILY.output_arrays(LAYOUT, case, inputs), **more}
+    call = Call(inputs, outputs, FAMILY.scalars(LAYOUT, case, inputs))
+    (outcome,) = EmulatorLauncher(EmulatedModule(built.path)).run(FAMILY, plan, [call])
+    assert outcome.changed_inputs == outcome.broken_guards == ()
+    return outcome.outputs
+
+
+def check(candidate: Candidate, case: Case, sms: int, cache_dir: Path) -> None:
+    """Against the reference, within the spec's tolerances."""
+    inputs = FAMILY.make_inputs(LAYOUT, case, 0)
+    found = run(candidate, case, plan_of(candidate, case, sms), inputs, cache_dir)
+    for name, reference in FAMILY.reference(LAYOUT, case, inputs).items():
+        array = FAMILY.as_float(name, found[name])
+        result = compare(array, reference, SPEC.tolerances[name], name=case.name, seed=0, output=name)
+        assert result.ok, result.reason
+
+
+def most_splits(candidate: Candidate, case: Case, sms: int) -> list[int]:
+    """How many splits each request with nodes has."""
+    items = dealt_by_plan(
+        plan_of(candidate, case, sms), candidate, HEADS, case.options["prefixes"], case.options["nodes"]
+    )
+    return list({item.request: item.splits for item in items}.values())
+
+
+# --- Lengths ---------------------------------------------------------------------------------------------------------
+
+RAGGED = case_of([2000, 20, 20, 0], [2, 1, 3, 2])
+MANY = case_of(
+    [90, 0, 3, 130, 17, 0, 64, 1] * 5,
+    [1, 0, 2, 0, 9, 3, 0, 1] * 4 + [0, 0, 0, 0, 1, 0, 0, 9],
+)
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_a_request_that_is_a_hundred_times_longer_has_nearly_all_blocks(name: str, cache_dir: Path) -> None:
+    assert most_splits(FLASH[name], RAGGED, sms=40) == [32, 1, 1, 1]
+    check(FLASH[name], RAGGED, 40, cache_dir)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("sms", [2, 60, 188])
+def test_forty_requests_of_which_some_are_empty(name: str, sms: int, cache_dir: Path) -> None:
+    assert len(MANY.options["nodes"]) == 40
+    check(KERNELS[name], MANY, sms, cache_dir)
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_fewer_blocks_to_split_for_than_row_tiles(name: str, cache_dir: Path) -> None:
+    case = case_of([200, 70, 0], [9, 1, 2])
+    plan = plan_of(FLASH[name], case, 2)
+    assert len(plan.launches) == 2, "the combine runs, and finds nothing to do"
+    assert plan.launches[0].grid[0] > plan.scalars["work_slots"] == 2
+    assert most_splits(FLASH[name], case, sms=2) == [1, 1, 1]
+    check(FLASH[name], case, 2, cache_dir)
+
+
+def test_a_batch_in_which_nobody_has_nodes(cache_dir: Path) -> None:
+    """Only the grid knows of requests: every block finds nothing to do, and no output has a row."""
+    case = case_of([70, 3], [0, 0])
+    found = run(SPEC.default, case, plan_of(SPEC.default, case, 188), FAMILY.make_inputs(LAYOUT, case, 0), cache_dir)
+    assert found["out"].size == found["lse"].size == 0
+
+
+# --- The schedule ----------------------------------------------------------------------------------------------------
+
+BATCHES = {
+    "one request": ([700], [1], 188),
+    "one request, few blocks": ([700], [1], 5),
+    "one request of many rows": ([300], [20], 31),
+    "ragged": ([700, 20, 0, 133], [2, 1, 3, 9], 23),
+    "too few blocks": ([300, 40], [9, 9], 3),
+    "more requests than lanes": ([0, 70, 5] * 13, [1, 2, 0] * 13, 60),
+}
+
+
+def item_lse(inputs: Mapping[str, Array | None], item: Item) -> Array:
+    """The log-sum-exp (base 2) of each row of an item over the item's keys."""
+    arrays = {name: array for name, array in inputs.items() if array is not None}
+    first, last = arrays["qo_indptr"][item.request : item.request + 2].tolist()
+    begin, end = arrays["kv_indptr"][item.request : item.request + 2].tolist()
+    slots = arrays["kv_indices"][begin:end]
+    keys = from_bf16(np.concatenate([arrays["kv_pool"][slots], arrays["draft_kv"][first:last]]))
+    rows = np.arange(item.first_row, item.last_row)
+    q = from_bf16(arrays["q"][first:last]).reshape(-1, keys.shape[1])[rows]
+    places = np.arange(item.first_key, item.last_key)
+    score = q @ keys[places].T * softmax_scale(LAYOUT)
+    hidden = places[None] - (end - begin) > rows[:, None] // HEADS  # a chain: up to oneself
+    with np.errstate(divide="ignore"):
+        lse: Array = np.log2(np.where(hidden, 0.0, np.exp(score)).sum(axis=1))
+    return lse
+
+
+def left_and_told(name: str, batch: str, cache_dir: Path, **changes: int) -> tuple[Array, Array]:
+    """The log-sum-exp that the block of each split leaves, and what it is by a schedule with other scalars."""
+    candidate, (prefixes, nodes, sms) = FLASH[name], BATCHES[batch]
+    case = case_of(prefixes, nodes, mask="chain")
+    plan = plan_of(candidate, case, sms)
+    shape = plan.scalars["work_slots"], int(candidate["tile_m"])
+    inputs = FAMILY.make_inputs(LAYOUT, case, 0)
+    left = {"partial_lse": np.full(shape, np.nan, np.float32)}
+    found = run(candidate, case, replace(plan, launches=plan.launches[:1]), inputs, cache_dir, **left)["partial_lse"]
+    items = dealt_by_plan(replace(plan, scalars={**plan.scalars, **changes}), candidate, HEADS, prefixes, nodes)
+    assert len(items) <= plan.launches[0].grid[0]
+    told = np.full(shape, np.nan)
+    for place, item in enumerate(items):
+        if item.splits > 1:
+            told[place, : item.last_row - item.first_row] = item_lse(inputs, item)
+    return found, told
+
+
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": SPEC.tolerances["lse"].max_abs * LOG2_E, "equal_nan": True}
+
+
+@pytest.mark.parametrize("name", ["default", "small"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_device_deals_as_told(name: str, batch: str, cache_dir: Path) -> None:
+    """A log-sum-exp is of its block's rows and keys and of no others."""
+    found, told = left_and_told(name, batch, cache_dir)
+    np.testing.assert_allclose(found, told, **CLOSE)
+
+
+@pytest.mark.parametrize("changes", [{"work_slots": 9}, {"min_split_tiles": 6}])
+def test_a_schedule_that_is_told_wrongly_is_seen(changes: dict[str, int], cache_dir: Path) -> None:
+    found, told = left_and_told("default", "one request", cache_dir, **changes)
+    assert not np.allclose(found, told, **CLOSE)
+
+
+def test_the_batches_above_are_dealt_in_every_way() -> None:
+    counts = {
+        batch: most_splits(SPEC.default, case_of(prefixes, nodes), sms)
+        for batch, (prefixes, nodes, sms) in BATCHES.items()
+    }
+    assert counts == {
+        "one request": [9],
+        "one request, few blocks": [4],
+        "one request of many rows": [4],
+        "ragged": [11, 1, 1, 3],
+        "too few blocks": [1, 1],
+        "more requests than lanes": [1, 2] * 13,
+    }
+
+
+def test_the_host_splits_equal_requests_as_the_device_does() -> None:
+    for slots in range(1, 40):
+        for pairs in range(1, 12):
+            for tiles in range(1, 40):
+                for least in (1, 2, 4):
+                    length = split_length(slots, least, pairs, pairs * tiles)
+                    expected = 1 if length is None else len(range(0, tiles, length))
+                    assert _splits(slots, pairs, tiles, least) == expected, (slots, pairs, tiles, least)
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 40)), min_size=1, max_size=50),
+    slots=st.integers(1, 400),
+    tile_m=st.sampled_from([16, 32, 64]),
+    tile_n=st.sampled_from([16, 32]),
+)
+def test_there_is_a_block_for_every_item(requests: list[tuple[int, int]], slots: int, tile_m: int, tile_n: int) -> None:
+    prefixes, nodes = [prefix for prefix, _ in requests], [count for _, count in requests]
+    scalars = {"work_slots": slots, "min_split_tiles": 64 // tile_n}
+    items = dealt(scalars, tile_m, tile_n, HEADS, prefixes, nodes)
+    row_tiles = sum(-(-count * HEADS // tile_m) for count in nodes)
+    assert len(items) <= max(slots, row_tiles)
+    assert all(item.last_key > item.first_key for item in items)
+
+
+# --- Numbers that are none -------------------------------------------------------------------------------------------
+
+SPOILT = case_of([70, 300, 90], [2, 2, 2])
+
+
+def spoilt_inputs(**columns: int) -> dict[str, Array | None]:
+    """Inputs in which one prefix row of the middle request holds numbers that are none, in the columns given."""
+    inputs = FAMILY.make_inputs(LAYOUT, SPOILT, 0)
+    pool, indices = inputs["kv_pool"], inputs["kv_indices"]
+    assert pool is not None
+    assert indices is not None
+    row = int(indices[70 + 150])
+    for name, column in columns.items():
+        pool[row, column] = {"nan": NAN, "infinity": INFINITY}[name]
+    return inputs
+
+
+def spoilt_outputs(name: str, inputs: dict[str, Array | None], cache_dir: Path) -> tuple[Array, Array]:
+    """Out and lse by request, node and head; those of the other requests are right."""
+    candidate = KERNELS[name]
+    if name != "oracle":
+        assert most_splits(candidate, SPOILT, sms=188)[1] >= 3
+    found = run(candidate, SPOILT, plan_of(candidate, SPOILT, 188), inputs, cache_dir)
+    with np.errstate(invalid="ignore"):
+        reference = FAMILY.reference(LAYOUT, SPOILT, inputs)
+    others = [0, 1, 4, 5]
+    for output, expected in reference.items():
+        array = FAMILY.as_float(output, found[output])[others]
+        assert np.isfinite(array).all()
+        result = compare(array, expected[others], SPEC.tolerances[output], name=name, seed=0, output=output)
+        assert result.ok, result.reason
+    return FAMILY.as_float("out", found["out"])[2:4], FAMILY.as_float("lse", found["lse"])[2:4]
+
+
+@pytest.mark.parametrize("columns", [{"nan": 7, "infinity": 500}, {"nan": 570}], ids=["both", "nan in rope"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_nan_spoils_all_that_see_it_and_nobody_else(name: str, columns: dict[str, int], cache_dir: Path) -> None:
+    out, lse = spoilt_outputs(name, spoilt_inputs(**columns), cache_dir)
+    assert np.isnan(out).all()
+    assert np.isnan(lse).all()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_infinite_value_spoils_its_column_and_an_infinite_score_its_row(name: str, cache_dir: Path) -> None:
+    """The score is +inf or -inf, by the sign of the query there; its weight is then no number, or 0."""
+    inputs = spoilt_inputs(infinity=30)
+    out, lse = spoilt_outputs(name, inputs, cache_dir)
+    q = inputs["q"]
+    assert q is not None
+    is_positive = from_bf16(q)[2:4, :, 30] > 0
+    assert is_positive.any()
+    assert not is_positive.all()
+    assert np.isnan(out[:, :, 30]).all()
+    assert np.array_equal(np.isnan(lse), is_positive)
+    assert np.array_equal(np.isnan(out[:, :, 31]), is_positive)
