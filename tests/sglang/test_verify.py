@@ -13,6 +13,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_graphs import VerifyGraphs
 
 from kgen.sglang.plugin import BACKEND, checked_pack, enable
 from kgen.sglang.tally import Tally
@@ -217,6 +218,33 @@ def test_a_replay_with_the_mask_written_in_place(runner: Any, tally: Tally) -> N
     step.batch.spec_info.custom_mask = ours.verify_mask.buffer
     assert_close(graph_forward(ours, layer, step), want)
     assert ran(tally) == 2
+
+
+@pytest.mark.parametrize("tokens", [3, 9])  # a request, fewer and more than a tree has nodes
+@pytest.mark.parametrize("full", [True, False], ids=["full mask", "tree only"])
+def test_a_replay_after_a_prefill_takes_its_own_tree(runner: Any, tally: Tally, tokens: int, full: bool) -> None:
+    ours, stock = backends(runner)
+    prefill = prefill_batch(runner, tokens)
+    step, layer = harness.make_step(runner, (11, 3, 8, 0), NODES, 5), harness.make_layer()
+    want = harness.eager(stock, layer, step)
+    graphs = VerifyGraphs(runner, ours, lambda batch: layer(step.q, step.k, step.v, batch), nodes=NODES, sizes=[4])
+    with harness.active(ours):
+        ours.init_forward_metadata(prefill)
+    if not full:
+        step.batch.spec_info.custom_mask = torch.stack(step.trees).flatten()
+    assert_close(graphs(step.batch), want)
+    assert tally.ran["verify"] == 1
+    assert not tally.left
+
+
+def prefill_batch(runner: Any, tokens: int) -> Any:
+    """SGLang's batch of two requests that each prefill ``tokens`` tokens behind six."""
+    batch = harness.make_step(runner, (6 + tokens, 6 + tokens), tokens).batch
+    batch.forward_mode, batch.spec_info = ForwardMode.EXTEND, None
+    batch.extend_prefix_lens, batch.extend_seq_lens = torch.full((2,), 6), torch.full((2,), tokens)
+    batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = [6, 6], [tokens, tokens]
+    runner.kv_index_translator.bind_own_plan(batch)
+    return batch
 
 
 def test_graph_buffers_are_sized_by_the_batch(runner: Any) -> None:
