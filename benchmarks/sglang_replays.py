@@ -164,7 +164,7 @@ def compare_replays(
     """Both backends' graphs over ``steps`` batches."""
     on_gpu, nodes = options.device == "cuda", traffic.nodes
     pair = torch.zeros(steps, dtype=torch.float64, device=options.device)
-    allocations = dict.fromkeys(graphs, 0)
+    allocations = {name: {"metadata": 0, "graph": 0} for name in graphs}
     reference: dict[str, float] = dict.fromkeys(graphs, 0.0)
     reserved = 0
     kinds: dict[str, int] = {}
@@ -180,8 +180,11 @@ def compare_replays(
             for output in captured.outputs(size):
                 output.fill_(float("nan"))
             before = _allocations(on_gpu)
-            outputs = captured(batch)
-            allocations[name] += _allocations(on_gpu) - before
+            captured.prepare(batch)
+            prepared = _allocations(on_gpu)
+            outputs = captured.launch(size)
+            allocations[name]["metadata"] += prepared - before
+            allocations[name]["graph"] += _allocations(on_gpu) - prepared
             found[name] = [output[: drawn.requests * nodes].view(drawn.requests, -1) for output in outputs]
         pair[step] = torch.stack([relative(ours, theirs) for ours, theirs in zip(*found.values(), strict=True)]).max()
         if step == steps // 10:
@@ -203,7 +206,9 @@ def compare_replays(
         "worst_relative_l2": worst,
         "median_relative_l2": float(pair.median()),
         "worst_relative_l2_against_float64": reference,
-        "allocations_a_replay": {name: count / steps for name, count in allocations.items()},
+        "allocations_a_replay": {
+            name: {part: count / steps for part, count in counts.items()} for name, counts in allocations.items()
+        },
         "allocations_inside_captures": {name: captured.captured_allocations for name, captured in graphs.items()},
         "graph_state_bytes": {name: captured.state_bytes for name, captured in graphs.items()},
         "faults": faults,
