@@ -23,7 +23,8 @@ from kgen.runtime import Pack, mask_words
 from kgen.sglang.agreement import refuse_other_packs
 from kgen.sglang.attend import VerifyAttention, expected_prefix
 from kgen.sglang.capture import WorkloadCapture
-from kgen.sglang.tally import Tally
+from kgen.sglang.metrics import metrics_of_server
+from kgen.sglang.tally import VERIFY, Answers, Tally
 from kgen.sglang.tree_bits import copy_tree_part, pack_words
 
 KIND = "attention"
@@ -38,6 +39,8 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
     def __init__(self, model_runner: Any, pack: Pack, tally: Tally, skip_prefill: bool = False, **options: Any) -> None:
         super().__init__(model_runner, skip_prefill, **options)
         self.tally = tally
+        tally.metrics = metrics_of_server()
+        self._answers = Answers(tally)
         self._tree_mask: Any = None  # of this forward: int32 [tokens, words], or None for a chain
         self._full_mask: Any = None  # of this forward, for calls that go to SGLang
         self._of_layers: dict[int, str] = {}  # why a layer's verify is SGLang's, by layer_id
@@ -127,6 +130,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         super().init_forward_metadata(forward_batch)
         if self._is_ours(forward_batch):
             self._full_mask, self._tree_mask = None, None
+            self._answers.begin()
             mask = forward_batch.spec_info.custom_mask
             if mask is not None and self._attention_fits(forward_batch):
                 self._take_tree(mask, forward_batch, forward_batch.batch_size)
@@ -147,7 +151,10 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             rows.copy_(self._chain[:nodes, :nodes].expand_as(rows))
         else:
             self._take_tree(mask, forward_batch, self._requests(forward_batch))
-        if not in_capture:
+        if in_capture:
+            self._answers.begin(graph=forward_batch.batch_size)
+        else:
+            self._answers.replay(graph=forward_batch.batch_size)
             self._note_forward(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -190,7 +197,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         pack_words(self._tree, self._tree_mask, nodes=nodes)
 
     def _note_forward(self, forward_batch: Any) -> None:
-        self.tally.did("verify")
+        self.tally.did(VERIFY)
         self._capture.note(forward_batch, self._requests(forward_batch), self._nodes(forward_batch))
 
     # Attention, once a layer.
@@ -283,7 +290,8 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             hint={"prefix": expected_prefix(forward_batch)},
         )
         self.tally.did(KIND)
-        self.tally.did(f"{KIND} by {self._attention.how}")
+        self.tally.did(KIND, self._attention.how)
+        self._answers.answered(self._attention.how)
         return out
 
     def _mask_over_prefix(self, forward_batch: Any) -> Any:
