@@ -1,12 +1,13 @@
 """Runs kgen's attention backend beside SGLang's Triton backend on a GPU, with SGLang's own classes.
 
-    python benchmarks/sglang_h200.py --json benchmarks/results/sglang_h200.json
+    pip install -e . "sglang==0.5.23"
+    python benchmarks/sglang_h200.py --json results.json
 
 kit: SGLang's own test kit for MLA backends. replay: CUDA graphs captured by batch size, replayed with other lengths,
 trees, masks and padding for many steps; both backends' outputs compared with each other and, on a sample, with float64.
 tokens: tree speculative decoding of two small models, tokens compared. time: a verify step of both. Exits 1 if a part
-finds a fault. tests/sglang runs it with `--device cpu --small`. What the machine lacks of SGLang's packages is stood in
-for (`sglang_stand_ins`).
+finds a fault. tests/sglang runs it with `--device cpu --small`. Nothing is stood in for but packages that SGLang
+imports and the machine lacks (`sglang_stand_ins`); the results name them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from sglang_replays import PAIR_TOLERANCE, REFERENCE_TOLERANCE, replay_part
 from sglang_times import time_part
 from sglang_tokens import tokens_part
 
+from kgen.sglang.agreement import described
+from kgen.sglang.plugin import checked_pack
+
 PARTS = {"kit": kit_part, "replay": replay_part, "tokens": tokens_part, "time": time_part}
 
 
@@ -51,6 +55,7 @@ def described_machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "stood_in_for": STOOD_IN,
+        "packs": [described(checked_pack(family), "") for family in ("verify_mla", "kv_defrag")],
         "tolerances": {"kgen against stock": PAIR_TOLERANCE, "kgen against float64": REFERENCE_TOLERANCE},
     }
 
