@@ -113,7 +113,7 @@ def main() -> None:
     wrong: list[str] = []
     for name in ("h8_p1", "h128_p64"):
         layout = SPEC.layout(name)
-        capacity = {"batch": 8, "nodes": 80, "prefix": 4096}
+        capacity = {"batch": 40, "nodes": 80, "prefix": 4096}
         verify = prepare(pack, family="verify_mla", layout=name, capacity=capacity, device="cuda:0", checked=False)
         for case in FAMILY.cases(layout):
             found = run_case(layout, verify, case)

@@ -107,6 +107,12 @@ def test_pool_rows_may_be_apart_and_have_a_middle_dimension(spec: Spec, call: Pr
     check(spec, call, CASES["ragged"], spread)
 
 
+def test_a_small_batch_after_a_large_one_is_right(spec: Spec, call: PreparedCall) -> None:
+    """What the large one left in the workspace speaks of rows that the small one does not have."""
+    for name in ("chain", "one_node", "many_splits", "one_node"):
+        check(spec, call, CASES[name], hint={"prefix": 1})
+
+
 def test_indices_may_be_longer_than_needed(spec: Spec, call: PreparedCall) -> None:
     def lengthen(tensors: dict[str, Any]) -> None:
         tensors["kv_indices"] = torch.cat([tensors["kv_indices"], torch.full((9,), 1 << 30)])

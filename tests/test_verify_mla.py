@@ -198,9 +198,9 @@ def test_the_batches_above_are_dealt_in_every_way() -> None:
         for batch, (prefixes, nodes, sms) in BATCHES.items()
     }
     assert counts == {
-        "one request": [9],
+        "one request": [15],
         "one request, few blocks": [4],
-        "one request of many rows": [4],
+        "one request of many rows": [7],
         "ragged": [11, 1, 1, 3],
         "too few blocks": [1, 1],
         "more requests than lanes": [1, 2] * 13,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,11 +48,11 @@ LAYOUT_LIMITS = {  # least and most; int32 row counts and a kernel's registers b
 }
 ROW_PAD_BYTES = 16  # shared rows of 1168 bytes: ldmatrix then touches every bank once
 PROBABILITY_PAD = 8  # elements after each row of P in shared memory, for the same reason
-COMBINE_THREADS = 4  # most threads of a combine block that share four columns of a row
+COMBINE_THREADS = 4  # most threads that share four columns of a row where one block has all of them
 NAMED_BARRIERS = 15  # of a block, besides that of all its threads (PTX ISA, bar)
 COMBINE_COLUMNS = 128  # fewest columns of a combine block: one warp
-COMBINE_GROUP_SPLITS = 8  # splits that one thread of the combine can have in flight at once
-MIN_SPLIT_ROWS = 64  # a shorter split costs more in the combine than it saves
+COMBINE_GROUP_SPLITS = 12  # splits that one thread of the combine can have in flight at once
+MIN_SPLIT_ROWS = 32  # a shorter split costs more in the combine than it saves
 DISTINCT_VALUES = 1 << 22  # random numbers drawn for one array; a larger one repeats them
 SAMPLED_ROWS = 8  # of a request whose reference is sampled: gathering its keys takes as long as about so many
 KNOWN_NAMES = {"algorithm": ("flash",), "gather": ("bulk", "cp_async"), "refill": ("late", "eager")}
@@ -206,7 +207,7 @@ class VerifyMla(Family):
     """The family; shapes and dtypes of its parameters are beside them."""
 
     name: ClassVar[str] = "verify_mla"
-    plan_version: ClassVar[int] = 2
+    plan_version: ClassVar[int] = 3
     template: ClassVar[str] = "verify_mla.cu.j2"
     params: ClassVar[ParameterStruct] = ParameterStruct(
         (
@@ -222,7 +223,8 @@ class VerifyMla(Family):
             Parameter("lse", "pointer"),  # float32 [tokens, heads], natural logarithm, or null
             Parameter("partial_out", "pointer"),  # bf16 [work_slots, tile_m, latent]
             Parameter("partial_lse", "pointer"),  # float32 [work_slots, tile_m], base 2
-            Parameter("kv_stride", "int64"),  # elements from one pool row to the next
+            Parameter("merges", "pointer"),  # uint32 [tokens x heads, 4]: first partial row, stride, splits, 0; or null
+            Parameter("kv_stride", "int32"),  # elements from one pool row to the next
             Parameter("batch", "int32"),
             Parameter("heads", "int32"),
             Parameter("work_slots", "int32"),  # blocks that requests are split for
@@ -315,14 +317,22 @@ class VerifyMla(Family):
             return Plan((main,), {}, _work_scalars(slots, min_split_tiles, 0, 0))
         parts = integer(layout, "latent") // COMBINE_COLUMNS if rows <= sms else 1
         splits = _splits(slots, pairs, tiles, min_split_tiles)
-        groups = min(COMBINE_THREADS, -(-splits // COMBINE_GROUP_SPLITS))
+        groups = min(COMBINE_THREADS * parts, -(-splits // COMBINE_GROUP_SPLITS))
         threads = integer(layout, "latent") // 4 // parts * groups
         merge = Launch(combine.entry, (rows, parts, 1), threads, combine.shared_bytes)
         workspace = {
             "partial_out": slots * tile_m * integer(layout, "latent") * 2,
             "partial_lse": slots * tile_m * 4,
+            "merges": rows * 16,
         }
         return Plan((main, merge), workspace, _work_scalars(slots, min_split_tiles, groups, parts))
+
+    def proving_plans(
+        self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int
+    ) -> tuple[Plan, ...]:
+        """Also with fewer threads in the combine, whose loop would need hundreds of splits otherwise."""
+        plans = super().proving_plans(candidate, layout, capacity, sms=sms, resident_blocks=resident_blocks)
+        return plans + tuple(_with_combine_groups(plan, 2) for plan in plans if plan.scalars["combine_groups"] > 2)
 
     def binding(self, layout: Layout, capacity: Point) -> Binding:
         return VerifyMlaBinding(layout, capacity)
@@ -501,6 +511,14 @@ def _work_scalars(slots: int, min_split_tiles: int, combine_groups: int, combine
     }
 
 
+def _with_combine_groups(plan: Plan, groups: int) -> Plan:
+    flash, merge = plan.launches
+    threads = merge.threads // plan.scalars["combine_groups"] * groups
+    return replace(
+        plan, launches=(flash, replace(merge, threads=threads)), scalars={**plan.scalars, "combine_groups": groups}
+    )
+
+
 def _splits(slots: int, pairs: int, tiles: int, min_split_tiles: int) -> int:
     """Splits of each of ``pairs`` row tiles x requests that all have ``tiles`` KV tiles, as the device deals them."""
     if slots <= pairs:
@@ -519,8 +537,8 @@ def _combine_groups(layout: Layout) -> int:
 
 
 def _combine_shared_bytes(layout: Layout) -> int:
-    """One float4 a thread, and one total a group."""
-    return _combine_threads(layout) * 16 + _combine_groups(layout) * 4
+    """One float4 a thread, and a total and a peak a group."""
+    return _combine_threads(layout) * 16 + _combine_groups(layout) * 8
 
 
 def _shared_traffic(tiling: Tiling) -> float:

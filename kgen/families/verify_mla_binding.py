@@ -100,10 +100,13 @@ class VerifyMlaBinding(Binding):
         if (tensors["draft_kv"] is None) == (tensors["draft_slots"] is None):
             seen = "neither" if tensors["draft_kv"] is None else "both"
             raise TensorError("draft_kv", "give either it or draft_slots", seen=seen)
+        stride = tensors["kv_pool"].stride(0)
+        if stride >= 1 << 31:
+            raise TensorError("kv_pool", "has rows too far apart for an int32", seen=f"{stride} elements")
         return call_scalars(
             tensors,
             wide=[tensor is not None and tensor.element_size() == 8 for tensor in map(tensors.get, INDEX_ARRAYS)],
-            kv_stride=tensors["kv_pool"].stride(0),
+            kv_stride=stride,
             batch=sizes.extents["batch"],
             heads=self._fixed["heads"],
             scale=self._scale if options["scale"] is None else options["scale"],

@@ -21,7 +21,7 @@ from kgen.validate import Verdict, validate_in_emulator
 TARGET = "sm_120"
 SMS = 188
 WARP = 32
-COMBINE_LOADS = 8  # splits that a thread of the combine has in flight
+COMBINE_LOADS = 12  # splits that a thread of the combine has in flight
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ OWNER = "const int owner = (m * 16 + half * 8) / T::kOwnRows;"
 TAIL = "    if (first_key + Config::kTileN > request.prefix) {\n"
 ITEM = "divide(place, work.row_tiles);"
 RANGE = "const int first_tile = work.first_tile(split), tiles = work.first_tile(split + 1) - first_tile;"
-ROUND = "start < work.splits; start += kInFlight * params.combine_groups"
+ROUND = "start < splits; start += kInFlight * params.combine_groups"
 IN_FLASH, WRONG, NAN = "verify_mla_flash.cuh", "relative L2 error", "are NaN or never written"
 OUTSIDE = "outside every buffer"
 SHARP = {"scale_dim": 1}  # scores so far apart that the peak of most rows rises on the way
@@ -241,19 +241,32 @@ MUTANTS = {
     ),
     # The combine.
     "combine groups start at the wrong split": Mutant(COMBINE, "int start = group;", "int start = group + 1;", WRONG),
-    "combine leaves group 1 out": Mutant(COMBINE, "int other = 1;", "int other = 2;", WRONG),
+    "combine leaves group 1 out": Mutant(
+        COMBINE, "  for (int other = 1; other < params.combine_groups; other++) {",
+        "  for (int other = 2; other < params.combine_groups; other++) {", WRONG,
+    ),
+    "combine's groups keep their own scale": Mutant(
+        COMBINE, "weight = exp2_approx(peaks.load(other) - base)", "weight = 1", WRONG, fields=SHARP
+    ),
+    "combine's first group keeps its own scale": Mutant(
+        COMBINE, "own = exp2_approx(peaks.load(0) - base)", "own = 1", WRONG, fields=SHARP
+    ),
+    "combine's later rounds keep the scale of the first": Mutant(
+        COMBINE, "fade = exp2_approx(peak - base)", "fade = 1", WRONG, fields=SHARP
+    ),
     "combine leaves out a round that is not full": Mutant(
         COMBINE, ROUND, ROUND.replace("start <", "start + (kInFlight - 1) * params.combine_groups <"), WRONG
     ),
-    "combine does one round": Mutant(COMBINE, ROUND, ROUND.replace("start < work.splits", "start == group"), WRONG),
-    "combine counts a split again where it has none": Mutant(
-        COMBINE, "start + i * params.combine_groups < work.splits ? exp2_approx", "true ? exp2_approx", WRONG
-    ),
+    "combine does one round": Mutant(COMBINE, ROUND, ROUND.replace("start < splits", "start == group"), WRONG),
+    "combine reads past the last split": Mutant(COMBINE, "      if (split >= splits) continue;\n", "", NAN),
     "combine blocks all write the first columns": Mutant(
         COMBINE, "(block_index_y() * column_threads + place)", "place", "verify_mla_combine.cuh"
     ),
-    "combine takes the splits of another row tile": Mutant(
-        COMBINE, "static_cast<int64_t>(work.row_tiles) * Config::kTileM;", "Config::kTileM;", NAN, cases=("chain",)
+    "combine is told the splits of another row tile": Mutant(
+        FLASH, "stride = work.row_tiles * Config::kTileM,", "stride = Config::kTileM,", NAN, cases=("chain",)
+    ),
+    "combine is told of the first row tile only": Mutant(
+        FLASH, "if (split == 0) tell_combine", "if (place == 0) tell_combine", NAN, cases=("chain",)
     ),
 }  # fmt: skip
 

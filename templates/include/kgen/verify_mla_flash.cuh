@@ -74,19 +74,23 @@ struct KvRing {
   int tiles;
   int group;
   int warp;  // of the group
+  uint32_t lane;
   uint32_t stages;
   uint32_t full;
 
   // Where this lane's row of a tile is; past the end, the last key again, so that every tile has all its bytes.
   KGEN_DEVICE int place(int tile) const {
-    const int row = warp * T::kFillRows + thread_index() % 32 % T::kFillRows;
-    const int key = (first_tile + tile) * Config::kTileN + row;
+    const int first = (first_tile + tile) * Config::kTileN + warp * T::kFillRows;
+    const uint32_t row = lane % T::kFillRows;
+    if (first + T::kFillRows <= request.prefix) {  // as nearly always: the same for all lanes
+      return load_index<kKvIndices>(params, params.kv_indices, request.first_key + first, row);
+    }
+    const int key = first + static_cast<int>(row);
     return key_place(params, request, key < request.keys() ? key : request.keys() - 1);
   }
 
   // By all warps of one group.
   KGEN_DEVICE void fill(int stage, int place) const {
-    const int lane = thread_index() % 32;
     const uint32_t rows = stages + (stage * Config::kTileN + warp * T::kFillRows) * T::kRowBytes;
     const uint32_t barrier = full + stage * 8;
     const Global<const bf16> source = key_row<T::kHeadDim>(params, place);
@@ -103,7 +107,7 @@ struct KvRing {
       constexpr int kRowChunks = T::kHeadDim * 2 / 16, kChunks = T::kFillRows * kRowChunks;
       KGEN_UNROLL
       for (int first = 0; first < kChunks; first += 32) {
-        const int chunk = first + lane, row = chunk / kRowChunks, part = chunk % kRowChunks;
+        const int chunk = first + static_cast<int>(lane), row = chunk / kRowChunks, part = chunk % kRowChunks;
         const Global<const bf16> row_source = shuffle(source, row % T::kFillRows);
         if (chunk < kChunks) cp_async_16(rows + row * T::kRowBytes + part * 16, row_source + part * 8);
       }
@@ -117,9 +121,10 @@ struct KvRing {
     for (int i = 0; i < kFirst; i++) places[i] = place(group + i * Config::kRowGroups);
   }
 
-  KGEN_DEVICE void fill_first(const int (&places)[kFirst]) const {
+  // Of those, from the `begin`th to before the `end`th.
+  KGEN_DEVICE void fill_first(const int (&places)[kFirst], int begin, int end) const {
     KGEN_UNROLL
-    for (int i = 0; i < kFirst; i++) {
+    for (int i = begin; i < end; i++) {
       const int stage = group + i * Config::kRowGroups;
       if (stage < Config::kStages && stage < tiles) fill(stage, places[i]);
     }
@@ -422,6 +427,15 @@ KGEN_DEVICE void store_output(Global<bf16> out, Shared<float> inverses, int grou
   }
 }
 
+// What the combine has to know of each row of the tile: its first partial row, how far apart they are, how many.
+template <typename Config>
+KGEN_DEVICE void tell_combine(const Params& params, const Work& work, int item, int64_t first_row, int rows) {
+  const int row = thread_index();
+  if (!params.merges || row >= Config::kTileM || row >= rows) return;
+  const uint32_t first = item * Config::kTileM + row, stride = work.row_tiles * Config::kTileM, splits = work.splits;
+  params.merges.template store_as<uint4v>((first_row + row) * 4, uint4v{first, stride, splits, 0});
+}
+
 template <typename Config>
 KGEN_DEVICE void flash(const Params& params) {
   using T = Tiling<Config>;
@@ -441,7 +455,7 @@ KGEN_DEVICE void flash(const Params& params) {
 
   // This block's rows and tiles, from the lengths that are on the device; a block may have none.
   const int item = block_index_x();
-  const Work work = uniform_work(find_work<Config, false>(params, item));
+  const Work work = uniform_work(find_work<Config>(params, item));
   if (work.splits == 0) return;
   const Request& request = work.request;
   const int place = item - work.first_item, split = divide(place, work.row_tiles);
@@ -450,16 +464,20 @@ KGEN_DEVICE void flash(const Params& params) {
   const int64_t first_row = static_cast<int64_t>(request.first_node) * params.heads + tile_row;
   const int first_tile = work.first_tile(split), tiles = work.first_tile(split + 1) - first_tile;
 
-  // Every load that the first tile waits for is on its way before anything waits.
-  const KvRing<Config> ring{params, request, first_tile, tiles, group, group_warp, kv.address(), full};
+  // What the first step waits for is asked for first: where the rows are, Q, a tile; then the other tiles, which would
+  // hold Q up.
+  const uint32_t ring_lane = lane;
+  const KvRing<Config> ring{params, request, first_tile, tiles, group, group_warp, ring_lane, kv.address(), full};
   int places[KvRing<Config>::kFirst];
   ring.first_places(places);
   Query<Config> query;
   const int score_row = group * T::kGroupRows + part * T::kScoreRows, score_column = slice * T::kScoreK * 16;
   query.load(params, first_row, score_row, rows, score_column);
   block_sync();
-  ring.fill_first(places);
+  ring.fill_first(places, 0, 1);
   query.deal();
+  ring.fill_first(places, 1, KvRing<Config>::kFirst);
+  if (split == 0) tell_combine<Config>(params, work, item, first_row, rows);
 
   float o[T::kOutM][T::kOutN][4];
   KGEN_UNROLL

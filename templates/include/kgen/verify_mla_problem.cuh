@@ -19,7 +19,8 @@ struct Params {
   Global<float> lse;
   Global<bf16> partial_out;
   Global<float> partial_lse;
-  int64_t kv_stride;
+  Global<uint32_t> merges;
+  int32_t kv_stride;
   int32_t batch;
   int32_t heads;
   int32_t work_slots;
@@ -36,14 +37,12 @@ constexpr float kLn2 = 0.693147180559945f;
 // Bits of Params::wide_indices.
 enum IndexArray { kKvIndices = 0, kKvIndptr = 1, kQoIndptr = 2, kDraftSlots = 3 };
 
-// Element `i` of an index array, which is int32 or int64; every value fits int32.
+// Element `i + lane_offset` of an index array, which is int32 or int64. Every value fits int32: of an int64, the lower
+// half is loaded. (What differs among lanes is apart, so that the rest needs no register a lane.)
 template <IndexArray kArray>
-KGEN_DEVICE int load_index(const Params& params, Global<const int32_t> array, int64_t i) {
-  if ((params.wide_indices >> kArray) & 1) {
-    const Global<const int64_t> wide{reinterpret_cast<const int64_t*>(array.pointer)};
-    return static_cast<int>(wide.load(i));
-  }
-  return array.load(i);
+KGEN_DEVICE int load_index(const Params& params, Global<const int32_t> array, int64_t i, uint32_t lane_offset = 0) {
+  const int wide = (params.wide_indices >> kArray) & 1;
+  return (array + (i << wide)).load(lane_offset << wide);
 }
 
 struct Request {
@@ -75,8 +74,9 @@ KGEN_DEVICE int key_place(const Params& params, const Request& request, int key)
 
 template <int kHeadDim>
 KGEN_DEVICE Global<const bf16> key_row(const Params& params, int place) {
-  return place >= 0 ? params.kv_pool + place * params.kv_stride
-                    : params.draft_kv + static_cast<int64_t>(-1 - place) * kHeadDim;
+  const Global<const bf16> rows = place >= 0 ? params.kv_pool : params.draft_kv;
+  const uint32_t row = place >= 0 ? place : -1 - place, stride = place >= 0 ? params.kv_stride : kHeadDim;
+  return rows + static_cast<int64_t>(static_cast<uint64_t>(row) * stride);
 }
 
 // Whether a node of the request sees draft row `draft`.

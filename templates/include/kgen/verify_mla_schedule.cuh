@@ -60,18 +60,19 @@ KGEN_DEVICE void divide_keys(Work& work, int length) {
   work.longer = work.key_tiles - work.share * work.splits;
 }
 
-// The request that holds item `target` (or, `kByToken`, that node of the batch); `splits` is 0 if none does.
-// All lanes of a warp ask for the same. One request needs no search.
-template <typename Config, bool kByToken>
+// The request that holds item `target`; `splits` is 0 if none does. All lanes of a warp ask for the same. One request
+// needs no search.
+template <typename Config>
 KGEN_DEVICE Work find_work(const Params& params, int target) {
   const int lane = thread_index() % 32;
   Work work = request_work<Config>(params, params.batch == 1 ? 0 : lane);
   if (params.batch == 1) {
     divide_keys(work, split_length(params, work.row_tiles, work.row_tiles * work.key_tiles));
-    if (target >= (kByToken ? work.request.nodes : work.row_tiles * work.splits)) work.splits = 0;
+    if (target >= work.row_tiles * work.splits) work.splits = 0;
     return work;
   }
   int row_tiles = work.row_tiles, tiles = work.row_tiles * work.key_tiles;
+  KGEN_UNROLL_BY(1)
   for (int first = 32; first < params.batch; first += 32) {
     const Work more = request_work<Config>(params, first + lane);
     row_tiles += more.row_tiles;
@@ -79,12 +80,12 @@ KGEN_DEVICE Work find_work(const Params& params, int target) {
   }
   const int length = split_length(params, warp_sum(row_tiles), warp_sum(tiles));
   int items = 0;
+  KGEN_UNROLL_BY(1)
   for (int first = 0; first < params.batch; first += 32) {
     if (first > 0) work = request_work<Config>(params, first + lane);
     divide_keys(work, length);
     const int mine = work.row_tiles * work.splits, end = items + lanes_running_sum(mine);
-    const int node_end = work.request.first_node + work.request.nodes;
-    const uint32_t after = warp_ballot((kByToken ? node_end : end) > target);
+    const uint32_t after = warp_ballot(end > target);
     if (after != 0) {
       const int owner = lowest_lane(after);
       work.first_item = shuffle(end - mine, owner);
