@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kgen.family import Launch
     from kgen.render import Source
 
-EMULATED_SMS = 2
-"""SMs that launch plans for the emulator are made for: enough to split the KV range, few enough to be quick."""
+EMULATED_SMS = 8
+"""SMs that launch plans for the emulator are made for: enough to split one request's keys, few enough to be quick."""
 
 
 class Backend(Protocol):
