@@ -117,7 +117,7 @@ def first_table(tree: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[" * 100_000, b"[]", b"null"])
 def test_what_is_no_manifest_is_refused(data: bytes) -> None:
-    with pytest.raises(PackError, match="^here: is not a pack's manifest"):
+    with pytest.raises(PackError, match=r"^here: is not a pack's manifest"):
         decode(data, "here")
 
 
