@@ -3,7 +3,10 @@
     python benchmarks/kv_defrag.py --json benchmarks/results/kv_defrag_h200.json
 
 Every move and rewrite is first compared with what PyTorch computes. Times are medians of CUDA-graph replays, in
-microseconds a call; a graph holds several calls on other slots, so that rows are not found in the L2 cache.
+microseconds a call; a graph holds several calls on other slots, so that rows are not found in the L2 cache. The copy
+that rates are compared with has the same size, is as cold, and is the better of two: the driver's memcpy (whose rate
+depends on the size and is no ceiling) and a kernel of PyTorch's that reads and writes every element once. Maps are
+their own inverse, so that every replay changes as many numbers as the first.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +28,7 @@ from kgen.runtime import PointerTable, PreparedCall, load_pack, prepare
 LAYERS, COLUMNS, SLOTS = 61, 576, 32768  # DeepSeek-V3 in bf16: rows of 1152 bytes, a pool of 2.3 GB
 ROW_BYTES = COLUMNS * 2
 REPLAYS = 21
+COPY_BYTES = 1 << 30  # of a graph of copies that are cold to each other
 Step = Callable[[], None]
 
 
@@ -43,14 +47,13 @@ def main() -> None:
         "cuda": torch.version.cuda,
         "date": datetime.now(UTC).date().isoformat(),
         "protocol": __doc__,
-        "copy_gb_s": copy_gb_s(1 << 30),
     }
-    print(f"{found['device']}: copy {found['copy_gb_s']:.0f} GB/s read + write")
+    print(f"{found['device']}, rates are read + write")
     pool = [torch.randn(SLOTS, 1, COLUMNS, device="cuda").to(torch.bfloat16) for _ in range(LAYERS)]
-    found["moves"] = [large_move(arguments.move_pack, pool, *case) for case in MOVES]
+    found["moves"] = [large_move(arguments.move_pack, pool, case) for case in MOVES]
     found["accept"] = accept_move(arguments.move_pack, pool)
     del pool
-    found["remap"] = [remap(arguments.remap_pack, scattered) for scattered in (True, False)]
+    found["remap"] = [remap(arguments.remap_pack, *case) for case in REMAPS]
     found["attention"] = [attention(arguments.attention_pack, *case) for case in ATTENTION]
     if arguments.json:
         arguments.json.parent.mkdir(exist_ok=True)
@@ -85,11 +88,16 @@ def times_us(graphs: Sequence[torch.cuda.CUDAGraph], calls: Sequence[int]) -> li
     return [{"us": statistics.median(mine), "us_min": min(mine), "us_max": max(mine)} for mine in samples]
 
 
-def copy_gb_s(size_bytes: int) -> float:
-    """Rate of a plain copy on the device, read + write."""
-    source, target = (torch.zeros(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-    (time,) = times_us([graph_of([lambda: target.copy_(source)] * 4)], [4])
-    return 2 * size_bytes / time["us"] / 1e3
+def copy_rates(size_bytes: int) -> dict[str, float]:
+    """GB/s (read + write) of copies of ``size_bytes`` by the driver and by a kernel, and the better of the two."""
+    pairs = max(1, min(4, COPY_BYTES // size_bytes))
+    made = [torch.zeros(2, size_bytes // 4, dtype=torch.int32, device="cuda") for _ in range(pairs)]
+    graphs = [
+        graph_of([lambda pair=pair: pair[1].copy_(pair[0]) for pair in made]),
+        graph_of([lambda pair=pair: torch.neg(pair[0], out=pair[1]) for pair in made]),
+    ]
+    memcpy, kernel = (2 * size_bytes / time["us"] / 1e3 for time in times_us(graphs, [pairs] * 2))
+    return {"memcpy_gb_s": memcpy, "kernel_gb_s": kernel, "copy_gb_s": max(memcpy, kernel)}
 
 
 def torch_move(pool: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor) -> None:
@@ -119,38 +127,53 @@ def check_move(move: PreparedCall, pool: list[torch.Tensor], source: torch.Tenso
     assert all(torch.equal(layer, wanted) for layer, wanted in zip(pool, expected, strict=True)), "wrong rows"
 
 
-MOVES = [  # layout, rows, destinations in ascending order
-    ("mla_bf16_disjoint", 954, True),  # 67 MB
-    ("mla_bf16_disjoint", 4096, True),  # 288 MB
-    ("mla_bf16_disjoint", 15000, True),  # 1054 MB
-    ("mla_bf16_disjoint", 4096, False),
-    ("mla_bf16", 954, True),
-    ("mla_bf16", 4096, True),
+class Move(NamedTuple):
+    """``rows`` random slots into ``holes`` (ascending), into one ``run``, or (``overlapping``) each into the next's."""
+
+    layout: str
+    rows: int
+    targets: str
+
+
+MOVES = [
+    *(Move("mla_bf16_disjoint", rows, targets) for rows in (954, 4096) for targets in ("holes", "run")),
+    Move("mla_bf16_disjoint", 15000, "holes"),  # 1054 MB; 954 rows are 67 MB, 4096 are 288
+    *(Move("mla_bf16", rows, targets) for rows in (954, 4096) for targets in ("holes", "overlapping")),
 ]
+Lists = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def large_move(pack: Path, pool: list[torch.Tensor], layout: str, rows: int, ascending: bool) -> dict[str, Any]:
-    """A compaction: random sources, no destination a source."""
-    move, table = prepared_move(pack, layout, rows), PointerTable(pool)
-    order = torch.randperm(SLOTS - 1, device="cuda") + 1
-    lists = []
-    for first in range(0, (SLOTS - 1) // (2 * rows) * 2 * rows, 2 * rows):
-        target = order[first + rows : first + 2 * rows]
-        lists.append((order[first : first + rows], target.sort().values if ascending else target))
-    lists = lists[:4]
+def move_lists(case: Move) -> Lists:
+    """Up to four pairs of sources and targets (int64), which share no rows where the pool is large enough."""
+    order, rows, lists = torch.randperm(SLOTS - 1, device="cuda") + 1, case.rows, []
+    for first in range(0, min(4, (SLOTS - 1) // (2 * rows)) * 2 * rows, 2 * rows):
+        source, target = order[first : first + rows], order[first + rows : first + 2 * rows].sort().values
+        if case.targets == "run":
+            target = torch.arange(first + 1, first + 1 + rows, device="cuda")
+            others = order[(order <= first) | (order > first + rows)]
+            source = others[torch.randperm(len(others), device="cuda")[:rows]]
+        elif case.targets == "overlapping":
+            target = source.roll(-1)
+        lists.append((source, target))
+    return lists
+
+
+def large_move(pack: Path, pool: list[torch.Tensor], case: Move) -> dict[str, Any]:
+    """One case, beside PyTorch and a copy of as many bytes."""
+    move, table, lists = prepared_move(pack, case.layout, case.rows), PointerTable(pool), move_lists(case)
     check_move(move, pool, *lists[0])
     ours = graph_of([lambda s=s, t=t: move(layer_ptrs=table, src_slots=s, dst_slots=t) for s, t in lists])
     theirs = graph_of([lambda s=s, t=t: torch_move(pool, s, t) for s, t in lists])
     mine, other = times_us([ours, theirs], [len(lists)] * 2)
-    size = rows * LAYERS * ROW_BYTES
-    row = {
-        "layout": layout, "rows": rows, "layers": LAYERS, "moved_bytes": size, "ascending": ascending,
-        "variant": move.last.variant, "how": move.last.how, **mine, "gb_s": 2 * size / mine["us"] / 1e3,
-        "torch_us": other["us"],
+    size = case.rows * LAYERS * ROW_BYTES
+    rate, copy = 2 * size / mine["us"] / 1e3, copy_rates(size)
+    print(f"move {case.layout} {case.rows} rows, {size / 1e6:.0f} MB, {case.targets}: {mine['us']:.1f} us, "
+          f"{rate:.0f} GB/s of a copy's {copy['copy_gb_s']:.0f}; torch {other['us']:.0f} us; "
+          f"{move.last.variant}")  # fmt: skip
+    return {
+        **case._asdict(), "layers": LAYERS, "moved_bytes": size, "variant": move.last.variant, "how": move.last.how,
+        **mine, "gb_s": rate, **copy, "of_copy": rate / copy["copy_gb_s"], "torch_us": other["us"],
     }  # fmt: skip
-    print(f"move {layout} {rows} rows, {size / 1e6:.0f} MB: {mine['us']:.1f} us, {row['gb_s']:.0f} GB/s; "
-          f"torch {other['us']:.0f} us; {move.last.variant}")  # fmt: skip
-    return row
 
 
 def accepted(first: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
@@ -198,10 +221,21 @@ def accept_move(pack: Path, pool: list[torch.Tensor]) -> dict[str, Any]:
     return row
 
 
-def remap(pack: Path, scattered: bool) -> dict[str, Any]:
-    """256 requests x 32k tokens through a map of a million slots, of which half moved."""
+REMAPS = [(run, moved) for run in (32768, 16, 1) for moved in (1.0, 1 / 16)]  # tokens in a row; share of slots
+
+
+def self_inverse_map(slots: int, moved: float, block: int) -> torch.Tensor:
+    """int32 [slots]: ``moved`` of the slots, in blocks of neighbours, change places two and two."""
+    order = torch.randperm(slots // block, device="cuda")[: int(moved * slots / block) // 2 * 2].reshape(2, -1)
+    places = (order[:, :, None] * block + torch.arange(block, device="cuda")).reshape(2, -1)
+    slot_map = torch.arange(slots, dtype=torch.int32, device="cuda")
+    slot_map[places[0]], slot_map[places[1]] = places[1].int(), places[0].int()
+    return slot_map
+
+
+def remap(pack: Path, run: int, moved: float) -> dict[str, Any]:
+    """256 requests x 32k tokens, ``run`` of them at a time in neighbouring slots, through a map of a million slots."""
     requests, context, slots, copies = 256, 32768, 1 << 20, 5
-    shape = (requests, context)
     rewrite = prepare(
         load_pack(pack),
         family="slot_remap",
@@ -209,31 +243,24 @@ def remap(pack: Path, scattered: bool) -> dict[str, Any]:
         capacity={"requests": requests, "context": context, "entries": 65536},
         device="cuda",
     )
-    order = torch.randperm(slots, device="cuda").to(torch.int32)
-    slot_map = torch.arange(slots, dtype=torch.int32, device="cuda")
-    slot_map[order[: slots // 2].long()] = order[slots // 2 :]
-    tokens = [torch.randint(0, slots, shape, dtype=torch.int32, device="cuda") for _ in range(copies)]
-    if not scattered:
-        starts = torch.randint(0, slots - context, (copies, requests, 1), dtype=torch.int32, device="cuda")
-        steps = torch.arange(context, dtype=torch.int32, device="cuda")
-        tokens = [(start + steps).contiguous() for start in starts]
+    slot_map = self_inverse_map(slots, moved, 1 if run == 1 else 64)
+    starts = torch.randint(0, slots - run, (copies, requests, context // run, 1), dtype=torch.int32, device="cuda")
+    tokens = list((starts + torch.arange(run, dtype=torch.int32, device="cuda")).reshape(copies, requests, context))
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
     expected = slot_map[tokens[0].long()]
     rewrite(slot_map=slot_map, lengths=lengths, req_to_token=tokens[0])
     assert torch.equal(tokens[0], expected), "wrong slots"
-    target = torch.empty_like(tokens[0])
-    graphs = [
-        graph_of([lambda t=t: rewrite(slot_map=slot_map, lengths=lengths, req_to_token=t) for t in tokens]),
-        graph_of([lambda t=t: target.copy_(t) for t in tokens]),
-    ]
-    mine, copied = times_us(graphs, [copies, copies])
+    graph = graph_of([lambda t=t: rewrite(slot_map=slot_map, lengths=lengths, req_to_token=t) for t in tokens])
+    (mine,) = times_us([graph], [copies])
+    size = 4 * requests * context
+    rate, copy = 2 * size / mine["us"] / 1e3, copy_rates(size)
     row = {
-        "requests": requests, "context": context, "slots": slots, "scattered": scattered, **mine,
-        "gb_s": 8 * requests * context / mine["us"] / 1e3, "copy_us": copied["us"],
-        "of_copy": copied["us"] / mine["us"], "variant": rewrite.last.variant, "how": rewrite.last.how,
+        "requests": requests, "context": context, "slots": slots, "run": run, "moved": moved, **mine,
+        "gb_s": rate, **copy, "of_copy": rate / copy["copy_gb_s"],
+        "variant": rewrite.last.variant, "how": rewrite.last.how,
     }  # fmt: skip
-    print(f"remap {requests} x {context}, {'scattered' if scattered else 'runs'}: {mine['us']:.1f} us, "
-          f"{row['gb_s']:.0f} GB/s, {row['of_copy']:.0%} of a copy's rate; {rewrite.last.variant}")  # fmt: skip
+    print(f"remap {requests} x {context} in runs of {run}, {moved:.0%} moved: {mine['us']:.1f} us, {rate:.0f} GB/s as "
+          f"if all were written, {row['of_copy']:.0%} of a copy's; {rewrite.last.variant}")  # fmt: skip
     return row
 
 

@@ -14,13 +14,13 @@ from kgen.targets import Target
 
 Bound = Literal["dram", "mma", "shared", "gather", "latency"]
 
-SYNC_CLK = 118.0
+SYNC_CLK = 94.0
 """What one barrier of a step exposes. Fitted (docs/model.md)."""
-SHARED_EXPOSED = 0.84
+SHARED_EXPOSED = 0.76
 """Share of a block's shared-memory time that its own mma do not hide. Fitted."""
-STREAM_BYTES_PER_CLK = 14.5
+STREAM_BYTES_PER_CLK = 17.0
 """Rate at which one SM moves what a block reads or writes once, through L2. Fitted (docs/model.md)."""
-SHARING_LOSS = 1.24
+SHARING_LOSS = 1.2
 """How much longer than its work a unit is busy when blocks share the SM. Fitted (docs/model.md)."""
 
 

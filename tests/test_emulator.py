@@ -753,30 +753,3 @@ def test_nine_thousand_mma_are_fast(load: Load) -> None:
     module.launch("stream", grid=(1, 1, 1), threads=256, shared_bytes=8192, params=params, buffers=buffers)
     np.testing.assert_array_equal(out, np.full(256, 1200 * 16, np.float32))
     assert time.thread_time() - start < 5
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_bulk_stores_copy_what_was_copied_in(load: Load, seed: int) -> None:
-    numbers = aligned(64)
-    numbers[:] = np.arange(64)
-    out = launch(load("bulk_stores"), "stores_right", threads=32, inputs=numbers, tiles=4, seed=seed)
-    assert np.array_equal(out, numbers)
-
-
-@pytest.mark.parametrize(
-    ("bug", "kind", "also", "line", "wrong"),
-    [
-        ("no_wait", "missing_wait", [], "source", "the block ended and nobody had waited for an"),
-        ("early_refill", "missing_wait", [], "refill", "shared memory is written while a bulk_store may still read"),
-        ("no_commit", "missing_wait", [], "refill", "shared memory is written while a bulk_store may still read"),
-        ("unwritten", "missing_wait", [], "source", "shared memory is used while an asynchronous copy may"),
-        ("outside", "out_of_bounds", [], "outside", "global memory access outside every buffer"),
-    ],
-)
-def test_a_wrong_bulk_store_is_reported(
-    load: Load, bug: str, kind: str, also: list[str], line: str, wrong: str
-) -> None:
-    fault = fault_of(
-        lambda seed: launch(load("bulk_stores"), f"stores_{bug}", threads=32, tiles=4, seed=seed), kind, also=also
-    )
-    assert str(fault).startswith(f"{fault_line('bulk_stores', line)}: {wrong}")

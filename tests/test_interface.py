@@ -24,8 +24,8 @@ from kgen.spec import load_spec
 
 MLA = families()["verify_mla"]
 RECORDED = {
-    "kv_defrag": (1, "fe703ef8479fafe5"),
-    "slot_remap": (1, "0c75dd478190a1ce"),
+    "kv_defrag": (2, "e840f01dc06091c7"),
+    "slot_remap": (2, "142461ebbc48dd94"),
     "verify_mla": (3, "0a329cb248312494"),
 }  # plan_version and the digest of what `plans` gives; where the second changes for the same spec, so must the first
 

@@ -25,8 +25,6 @@ from kgen.validate import Verdict, validate_in_emulator
 
 TARGET = "sm_120"
 MOVES, REMAP = load_spec(SPECS / "kv_defrag.yaml"), load_spec(SPECS / "slot_remap.yaml")
-BULK: dict[str, Any] = {"algorithm": "bulk", "warps": 4, "blocks_per_sm": 1}
-THREE = BULK | {"stages": 3}
 CASES = ("counts", "chain", "cycle", "more_than_a_block_holds")
 
 
@@ -64,13 +62,12 @@ def validated(
 
 CHOICES: list[tuple[Spec, str, Candidate]] = [
     (MOVES, "mla_fp8", {}),
-    (MOVES, "mla_packed", {"vectors": 3, "rows": 1, "layers": 4}),
-    (MOVES, "mla_fp8_disjoint", {"vector_bytes": 8, "warps": 16, "blocks_per_sm": 1}),
-    (MOVES, "mla_fp8", BULK | {"stages": 3, "rows": 8}),
-    (MOVES, "mha_bf16_disjoint", BULK | {"stages": 4, "rows": 1, "layers": 4}),
+    (MOVES, "mla_packed", {"warps": 4, "lanes": 8, "rows": 2}),
+    (MOVES, "mla_fp8_disjoint", {"warps": 16, "lanes": 16, "vectors": 5, "blocks_per_sm": 1}),
+    (MOVES, "mha_bf16_disjoint", {"lanes": 32, "vectors": 9, "blocks_per_sm": 1}),
     (MOVES, "mla_packed", {"algorithm": "oracle"}),
     (REMAP, "int32", {}),
-    (REMAP, "int32", {"warps": 4, "vectors": 8, "tiles": 4}),
+    (REMAP, "int32", {"warps": 8, "vectors": 8}),
     (REMAP, "int32", {"algorithm": "oracle"}),
 ]
 
@@ -96,11 +93,11 @@ def test_every_candidate_is_validated_in_one_launch_and_in_two() -> None:
 
 def test_a_slice_of_all_rows_fits_the_registers_of_a_block() -> None:
     family, layout = MOVES.family, MOVES.layout("mla_packed")
-    for rows in (1, 7, 64, 150):
+    for rows in (1, 7, 64, 96):
         plan = family.plan(MOVES.default, layout, {"layers": 3, "rows": rows}, sms=188, resident_blocks=1)
         vectors, slices = 656 // 16, plan.scalars["slices"]
         width = -(-vectors // slices)
-        assert rows * width <= 8 * 32 * 5
+        assert rows * width <= 8 * 32 * 3
         assert plan.launches[0].grid == (slices, 3, 1)
 
 
@@ -113,41 +110,49 @@ class Mutant:
     new: str
     reason: str
     changes: Candidate
+    spec: Spec = MOVES
 
 
-EXACT, MOVE, STAGE, BULK_MOVE, PROBLEM = (
-    f"include/kgen/kv_defrag_{name}.cuh" for name in ("exact", "move", "stage", "bulk", "problem")
-)
-WRONG, RACE = "relative L2 error", "race on global memory"
-TOO_EARLY = "shared memory is written while a bulk_store may still read it"
+EXACT, MOVE, STAGE, PROBLEM = (f"include/kgen/kv_defrag_{name}.cuh" for name in ("exact", "move", "stage", "problem"))
+REWRITE = "include/kgen/slot_remap.cuh"
+WRONG, RACE, SHARED_RACE = "relative L2 error", "race on global memory", "race on shared memory"
 MUTANTS = {
     "stores do not wait for the block's loads": Mutant(EXACT, "  block_sync();\n", "", RACE, {}),
     "a slice is one column too wide": Mutant(
         EXACT, "? slice : row_vectors", "? slice + 1 : row_vectors", "kv_defrag_exact.cuh", {}
     ),
     "only the first tile of destinations is compared": Mutant(
-        STAGE, "start < count; start", "start < kThreads; start", RACE, {}
+        STAGE, "start < compared; start", "start < kTile; start", RACE, {}
     ),
-    "staged rows are read from the pool": Mutant(MOVE, "params.overlaps.load(index)", "false", RACE, {}),
+    "a tile is read before all lanes have filled it": Mutant(
+        STAGE, "    warp_sync();\n    KGEN_UNROLL_BY(8)", "    KGEN_UNROLL_BY(8)", SHARED_RACE, {}
+    ),
+    "a tile is filled before all lanes have read it": Mutant(
+        STAGE, "    warp_sync();\n  }\n", "  }\n", SHARED_RACE, {"warps": 4}
+    ),
+    "what other warps found is forgotten": Mutant(STAGE, "w < kWarps;", "w < 1;", RACE, {}),
+    "staged rows are read from the pool": Mutant(MOVE, "params.overlaps.load(listed)", "false", RACE, {}),
     "only the first layer is staged": Mutant(STAGE, "layer < params.layers;", "layer < 0;", WRONG, {}),
+    "a row is written beyond its end": Mutant(
+        MOVE, "column < params.row_bytes) targets", "true) targets", "kv_defrag_move.cuh", {}
+    ),
+    "a block does its first rows only": Mutant(
+        MOVE, "first += params.move_blocks * kBlockRows", "first += count", WRONG, {}
+    ),
     "the count is not read": Mutant(PROBLEM, "if (!params.count) return", "return", WRONG, {}),
     "slots outside the pool are moved": Mutant(
         PROBLEM, "if (!inside || source", "if (source", "global memory access outside", {}
     ),
-    "a buffer is filled while it is stored": Mutant(
-        BULK_MOVE, "bulk_store_wait_read<kLag - 1>();", "bulk_store_wait_read<kLag>();", TOO_EARLY, BULK | {"stages": 3}
-    ),
-    "a lane without a row commits no group": Mutant(
-        BULK_MOVE, "    bulk_store_commit();", "    if (bytes > 0) bulk_store_commit();", TOO_EARLY, THREE
-    ),
-    "the stores are not waited for": Mutant(
-        BULK_MOVE, "  bulk_store_wait_read<0>();\n", "", "nobody had waited", THREE
-    ),
+    "what changes in the last element alone is not stored": Mutant(REWRITE, " | (a.w ^ b.w)", "", WRONG, {}, REMAP),
+    "an int64 is its lower half": Mutant(REWRITE, "v.y == 0 ? remap", "true ? remap", WRONG, {}, REMAP),
 }  # fmt: skip
 MUTANT_CASES = {
     "the count is not read": ("counts",),
     "slots outside the pool are moved": ("outside",),
+    "a block does its first rows only": ("more_than_a_block_holds",),
     "only the first layer is staged": ("more_than_a_block_holds",),
+    "what changes in the last element alone is not stored": ("ragged",),
+    "an int64 is its lower half": ("wide",),
 }
 
 
@@ -160,7 +165,8 @@ def test_a_planted_bug_is_found(name: str, tmp_path: Path, cache_dir: Path) -> N
     assert text.count(mutant.old) == 1
     (templates / mutant.file).write_text(text.replace(mutant.old, mutant.new))
     cases = MUTANT_CASES.get(name, CASES)
-    verdict = validated(MOVES, "mla_fp8", mutant.changes, cache_dir, templates=templates, cases=cases)
+    layout = "mla_fp8" if mutant.spec is MOVES else "int32"
+    verdict = validated(mutant.spec, layout, mutant.changes, cache_dir, templates=templates, cases=cases)
     assert not verdict.ok
     assert mutant.reason in verdict.reason, verdict.reason
 

@@ -58,7 +58,7 @@ def modelled_us(trial: TrialRecord, point: Point) -> float:
     main, combine = family.kernels(trial.candidate, trial.layout)
     footprints = {
         main.entry: Footprint(main.threads, resident, trial.spill_bytes or 0),
-        combine.entry: Footprint(combine.threads, 4, 0),
+        combine.entry: Footprint(combine.threads, 2, 0),
     }
     return predict(SM_90, family.demand(trial.candidate, trial.layout, point, plan), footprints).time_us
 

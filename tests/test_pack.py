@@ -115,6 +115,12 @@ def first_table(tree: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[" * 100_000, b"[]", b"null"])
+def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+    with pytest.raises(PackError, match=r"^here: is not a pack's manifest"):
+        decode(data, "here")
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 from mla_packs import shipped_spec, sources_only_pack, tensors_of
 
 from kgen.emulator import EmulatorFault
-from kgen.errors import DeviceError, ForeignArchError, InputError, LayoutMissingError, PackError, TensorError
+from kgen.errors import (
+    DeviceError,
+    ForeignArchError,
+    InputError,
+    KgenError,
+    LayoutMissingError,
+    PackError,
+    TensorError,
+)
 from kgen.families.verify_mla import pack_mask
 from kgen.family import Case
 from kgen.runtime import PreparedCall, mask_words, pack_tree_mask, prepare
@@ -107,10 +116,17 @@ def test_pool_rows_may_be_apart_and_have_a_middle_dimension(spec: Spec, call: Pr
     check(spec, call, CASES["ragged"], spread)
 
 
-def test_a_small_batch_after_a_large_one_is_right(spec: Spec, call: PreparedCall) -> None:
-    """What the large one left in the workspace speaks of rows that the small one does not have."""
-    for name in ("chain", "one_node", "many_splits", "one_node"):
-        check(spec, call, CASES[name], hint={"prefix": 1})
+@pytest.mark.parametrize("hint", [1, 256])
+def test_a_small_batch_after_a_large_one_is_right(spec: Spec, call: PreparedCall, hint: int) -> None:
+    """What the large one left in the workspace speaks of split rows that the small one does not have."""
+    memory = dict(zip((region.name for region in call._workspace), call._memory, strict=True))
+    merges = memory["merges"].view(torch.int32).view(-1, 4)
+    merges.zero_()
+    for nodes in (3, 1):
+        case = Case("long", {"prefixes": [900], "nodes": [nodes], "lse": True})
+        check(spec, call, case, hint={"prefix": hint})
+        assert (merges[: 3 * 8, 2] > 1).all(), "the rows of three nodes are split"
+        assert (merges[3 * 8 :] == 0).all()
 
 
 def test_indices_may_be_longer_than_needed(spec: Spec, call: PreparedCall) -> None:
@@ -138,7 +154,7 @@ def test_a_promise_of_fewer_nodes_shrinks_the_grid(
 
     monkeypatch.setattr(call._backend, "run", spy)
     for nodes, promise in ((32, None), (1, 1)):  # as many nodes as the mask has bits for, and one
-        check(spec, call, CASES["one_node"], nodes=promise)
+        check(spec, call, CASES["one_node"], nodes=promise, hint={"prefix": 256})
         tiles.append(-(-nodes * 8 // int(pack.manifest.variants[call.last.variant].candidate["tile_m"])))
     assert [grid[0] for grid in grids] == [max(EMULATED_SMS, count) for count in tiles]
     assert tiles[0] > EMULATED_SMS >= tiles[1]
@@ -171,6 +187,7 @@ def test_all_plans_fit_the_workspace(spec: Spec, call: PreparedCall, pack: Pack)
                 extents = {**CAPACITY, "batch": batch, "nodes": nodes}
                 plan = spec.family.plan(candidate, layout, extents, sms=call._backend.sms, resident_blocks=1)
                 assert all(size <= room[buffer] for buffer, size in plan.workspace_bytes.items())
+                assert batch * nodes * 8 * 16 <= room["merges"], "which a kernel writes that has no combine, too"
 
 
 @given(st.integers(1, 5000), st.data())
@@ -281,6 +298,21 @@ def test_checked_mode_looks_at_the_content(
 def test_an_unknown_argument_is_refused(spec: Spec, call: PreparedCall) -> None:
     with pytest.raises(InputError, match="custom_mask: is no argument of this call; it takes q, kv_pool"):
         call(**good_tensors(spec), custom_mask=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nodes": 2.5}, "nodes: must be a whole number, 2.5"),
+        ({"scale": "a"}, "scale: must be a finite number, 'a'"),
+        ({"scale": float("nan")}, "scale: must be a finite number, nan"),
+        ({"hint": {"prefix": "x"}}, "hint prefix: must be a whole number, not negative, 'x'"),
+        ({"hint": {"prefix": -5}}, "hint prefix: must be a whole number, not negative, -5"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(spec: Spec, call: PreparedCall, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(KgenError, match=f"^{re.escape(says)}"):
+        call(**good_tensors(spec), **options)
 
 
 @pytest.mark.parametrize(

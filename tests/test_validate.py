@@ -170,12 +170,19 @@ def test_every_case_runs_under_the_longest_and_the_most_blocks_too() -> None:
     assert family.planned == [(4, 2), (1, 1), (4 * MANY_SMS, 2)] * 2, "for both cases, the target's first"
     ragged = [(r.name, r.seed) for r in verdict.cases if r.name.startswith("ragged") and r.output == "total"]
     assert ragged == [
-        ("ragged", 0), ("ragged, replayed", 1000), ("ragged", 1), ("ragged in 1 blocks", 0), ("ragged in 16 blocks", 0),
-    ]  # fmt: skip
+        ("ragged", 0),
+        ("ragged, replayed", 1000),
+        ("ragged", 1),
+        ("ragged in 1 x 128 + 1 x 32 threads", 0),
+        ("ragged in 16 x 128 + 16 x 32 threads", 0),
+    ]
     assert check_spread(family, seeds=()).reason == "no output of any case was checked"
 
 
-@pytest.mark.parametrize(("faulty", "name"), [(4, "ragged"), (1, "ragged in 1 blocks"), (16, "ragged in 16 blocks")])
+@pytest.mark.parametrize(
+    ("faulty", "name"),
+    [(4, "ragged"), (1, "ragged in 1 x 128 + 1 x 32 threads"), (16, "ragged in 16 x 128 + 16 x 32 threads")],
+)
 def test_a_fault_of_one_plan_only_is_found_and_the_plan_named(faulty: int, name: str) -> None:
     verdict = check_spread(SpreadFamily(faulty))
     assert verdict.reason == f"total of {name}, seed 0: 1 of 3 elements are NaN or never written, first [2]"

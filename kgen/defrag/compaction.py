@@ -35,6 +35,7 @@ def plan_contiguity(state: PoolState, cost: Cost) -> Plan:
     """
     size = state.page_size
     _, movable, free = _pages(state)
+    starts, lengths = runs_of(free)
     budget, taken = cost.most_slots, np.zeros(state.slots // size, dtype=bool)
     sources, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     runs = [count_runs(array) for array in state.requests]
@@ -43,15 +44,16 @@ def plan_contiguity(state: PoolState, cost: Cost) -> Plan:
         pages = pages[movable[pages]]
         if runs[index] < 2 or count_runs(pages) < 2 or taken[pages].any():
             continue
-        first = _best_run(free, pages.size)
-        if first is None:
+        run = _best_run(lengths, pages.size)
+        if run is None:
             continue
-        source, target = _moved(state, pages * size, (first + np.arange(pages.size)) * size)
+        source, target = _moved(state, pages * size, (starts[run] + np.arange(pages.size)) * size)
         if source.size > budget or _runs_won(state, source, target) <= 0:
             continue
         budget -= source.size
         taken[pages] = True
-        free[first : first + pages.size] = False
+        starts[run] += pages.size
+        lengths[run] -= pages.size
         sources.append(source)
         targets.append(target)
     return make_plan(state, cost, np.concatenate(sources), np.concatenate(targets))
@@ -82,11 +84,10 @@ def _first_seen(pages: Array) -> Array:
     return pages[np.sort(first)]
 
 
-def _best_run(free: Array, length: int) -> int | None:
-    """Where the shortest run of free pages starts that holds ``length``; the lowest of equals."""
-    starts, lengths = runs_of(free)
-    fits = np.flatnonzero(lengths >= length)
-    return int(starts[fits[np.argmin(lengths[fits])]]) if fits.size else None
+def _best_run(lengths: Array, wanted: int) -> int | None:
+    """Which of the free runs is the shortest that holds ``wanted`` pages; the first of equals."""
+    fits = np.flatnonzero(lengths >= wanted)
+    return int(fits[np.argmin(lengths[fits])]) if fits.size else None
 
 
 def _runs_won(state: PoolState, source: Array, target: Array) -> int:

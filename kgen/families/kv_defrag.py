@@ -38,8 +38,11 @@ from kgen.targets import Target
 SLOT_ARRAYS = ("src_slots", "dst_slots")  # their places are bits of wide_slots
 SLOT_DTYPES = ("int32", "int64")
 MAX_ROW_BYTES = 1 << 20
-PIECE_BYTES = 1152  # of a shared buffer: the widest MLA row; wider rows go in several pieces
 MIN_SLICE_BYTES = 128  # of a row: narrower slices would split what DRAM reads at once
+VECTOR_BYTES = 16  # of every load and store
+MOVE_WAVES = 32  # of resident blocks at most: where few of a long list count, each takes 0.4 us to find nothing
+STAGE_BLOCKS_PER_SM = 2  # that share the layers of what is staged
+STAGED_MOVES = 32  # of a block of the stage kernel: one a lane
 REGISTER_SLACK = 28  # for addresses, indices and loops, beside the rows in flight
 DISTINCT_WORDS = 1 << 22  # random numbers drawn for a pool; a larger one repeats them
 WORD_FLOP = 400.0  # what comparing four bytes with the reference costs the host, in the terms of `sample_rows`
@@ -58,30 +61,14 @@ def _threads(candidate: Candidate) -> int:
     return integer(candidate, "warps") * 32
 
 
-def _shared_bytes(candidate: Candidate) -> int:
-    """Buffers and mbarriers of the bulk path; the direct one needs none."""
-    if candidate["algorithm"] != "bulk":
-        return 0
-    rings = integer(candidate, "warps") * integer(candidate, "stages")
-    return rings * (integer(candidate, "rows") * PIECE_BYTES + 8)
+def _stage_shared_bytes(candidate: Candidate) -> int:
+    """Of every warp: 128 destinations to compare with, and what it found about the block's moves."""
+    return integer(candidate, "warps") * (128 + STAGED_MOVES) * 4
 
 
-def _stages_match(candidate: Candidate, layout: Layout, target: Target) -> bool:
-    return _is_oracle(candidate) or (
-        integer(candidate, "stages") > 2 if candidate["algorithm"] == "bulk" else candidate["stages"] == 1
-    )
-
-
-def _bulk_is_whole(candidate: Candidate, layout: Layout, target: Target) -> bool:
-    return _is_oracle(candidate) or candidate["algorithm"] != "bulk" or integer(candidate, "vector_bytes") == 16
-
-
-def _shared_fits(candidate: Candidate, layout: Layout, target: Target) -> bool:
-    if _is_oracle(candidate):
-        return True
-    taken = _shared_bytes(candidate)
-    resident = integer(candidate, "blocks_per_sm") * (taken + target.shared_bytes_reserved)
-    return taken <= target.shared_bytes_per_block and resident <= target.shared_bytes_per_sm
+def _block_rows(candidate: Candidate) -> int:
+    """Moves of a block of the move kernel."""
+    return integer(candidate, "warps") * 32 // integer(candidate, "lanes") * integer(candidate, "rows")
 
 
 def _registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool:
@@ -90,9 +77,9 @@ def _registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool
     threads, blocks = _threads(candidate), integer(candidate, "blocks_per_sm")
     if threads * blocks > target.warps_per_sm * 32:
         return False
-    words, vectors = integer(candidate, "vector_bytes") // 4, integer(candidate, "vectors")
-    exact = vectors * (words + 5) + REGISTER_SLACK  # a vector, its source, target, column and 64-bit addresses
-    move = vectors * (words + 3) + REGISTER_SLACK if candidate["algorithm"] == "direct" else 0
+    rows, vectors = integer(candidate, "rows"), integer(candidate, "vectors")
+    exact = vectors * 9 + REGISTER_SLACK  # a vector, its source, target, column and 64-bit addresses
+    move = rows * (vectors * 4 + 8) + REGISTER_SLACK  # vectors, and a row's addresses
     room = target.registers_per_sm // threads
     return exact <= min(target.registers_per_thread, room) and move <= min(target.registers_per_thread, room // blocks)
 
@@ -117,7 +104,7 @@ class KvDefrag(Family):
             Parameter("moves", "int32"),  # entries of the lists
             Parameter("wide_slots", "int32"),  # bit set of the slot lists that are int64, in the order above
             Parameter("slices", "int32"),  # of a row, in the exact kernel
-            Parameter("blocks", "int32"),  # of the move kernel
+            Parameter("move_blocks", "int32"),  # of the move kernel that share the rows of a layer
             Parameter("stage_blocks", "int32"),  # of the stage kernel that share the layers; 0: it does not run
         )
     )
@@ -128,12 +115,8 @@ class KvDefrag(Family):
     streamed: ClassVar[tuple[str, ...]] = ("pool",)
     outputs: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[tuple[str, ...]] = ("layers", "rows")
-    constraints: ClassVar[tuple[Constraint, ...]] = (
-        Constraint("bulk copies have three stages or more, direct ones have one", _stages_match),
-        Constraint("bulk copies move 16 bytes or more", _bulk_is_whole),
-        Constraint("shared memory fits", _shared_fits),
-        Constraint("registers fit", _registers_fit),
-    )
+    constraints: ClassVar[tuple[Constraint, ...]] = (Constraint("registers fit", _registers_fit),)
+    plan_version: ClassVar[int] = 2
 
     def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
         row_bytes = layout.get("row_bytes", "missing")
@@ -146,26 +129,21 @@ class KvDefrag(Family):
     def label(self, candidate: Candidate) -> str:
         if _is_oracle(candidate):
             return "oracle"
-        shape = "w{warps}_v{vector_bytes}_r{rows}_i{vectors}_l{layers}_s{stages}_b{blocks_per_sm}"
-        return f"{candidate['algorithm']}_{shape.format_map(candidate)}"
+        return "{algorithm}_w{warps}_l{lanes}_r{rows}_i{vectors}_b{blocks_per_sm}".format_map(candidate)
 
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
         if _is_oracle(candidate):
             return {"algorithm": "oracle"}
-        return dict(candidate) | {
-            "piece_bytes": PIECE_BYTES,
-            "shared_bytes": _shared_bytes(candidate),
-            "stage_shared_bytes": _threads(candidate) * 4,
-        }
+        return dict(candidate) | {"stage_shared_bytes": _stage_shared_bytes(candidate)}
 
     def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
         if _is_oracle(candidate):
             return Kernel("kv_defrag_oracle_gather", 32, 0), Kernel("kv_defrag_oracle_scatter", 32, 0)
         threads = _threads(candidate)
         return (
-            Kernel("kv_defrag_move", threads, _shared_bytes(candidate)),
+            Kernel("kv_defrag_move", threads, 0),
             Kernel("kv_defrag_exact", threads, 0),
-            Kernel("kv_defrag_stage", threads, threads * 4),
+            Kernel("kv_defrag_stage", threads, _stage_shared_bytes(candidate)),
         )
 
     def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
@@ -180,16 +158,16 @@ class KvDefrag(Family):
         if slices:
             launch = Launch(exact.entry, (slices, layers, 1), exact.threads, exact.shared_bytes)
             return Plan((launch,), {}, _plan_scalars(slices=slices))
-        tasks = -(-rows // integer(candidate, "rows")) * -(-layers // integer(candidate, "layers"))
-        blocks = min(sms * max(resident_blocks, 1), -(-tasks // integer(candidate, "warps")))
-        moving = Launch(move.entry, (blocks, 1, 1), move.threads, move.shared_bytes)
+        most = MOVE_WAVES * sms * max(resident_blocks, 1)
+        blocks = min(-(-rows // _block_rows(candidate)), -(-most // layers))
+        moving = Launch(move.entry, (blocks, layers, 1), move.threads, move.shared_bytes)
         if layout["moves"] == "disjoint":
-            return Plan((moving,), {}, _plan_scalars(blocks=blocks))
-        columns = -(-rows // stage.threads)
-        stage_blocks = max(1, min(layers, sms // columns))
+            return Plan((moving,), {}, _plan_scalars(move_blocks=blocks))
+        columns = -(-rows // STAGED_MOVES)
+        stage_blocks = max(1, min(layers, STAGE_BLOCKS_PER_SM * sms // columns))
         staging = Launch(stage.entry, (columns, stage_blocks, 1), stage.threads, stage.shared_bytes)
         workspace = staged | {"overlaps": rows * 4}
-        return Plan((staging, moving), workspace, _plan_scalars(blocks=blocks, stage_blocks=stage_blocks))
+        return Plan((staging, moving), workspace, _plan_scalars(move_blocks=blocks, stage_blocks=stage_blocks))
 
     def binding(self, layout: Layout, capacity: Point) -> Binding:
         return KvDefragBinding(layout, capacity)
@@ -286,31 +264,26 @@ class KvDefrag(Family):
 
     def demand(self, candidate: Candidate, layout: Layout, point: Point, plan: Plan) -> tuple[LaunchDemand, ...]:
         moved = self.work(layout, point).bytes
-        bulk = candidate["algorithm"] == "bulk"
         syncs = float(_is_oracle(candidate))  # a warp alone waits for its loads
         demands = []
         for launch in plan.launches:
             blocks = math.prod(launch.grid)
             bytes_moved = 0.0 if launch.entry == "kv_defrag_stage" else moved  # nothing overlaps at a workload point
             share = bytes_moved / blocks
-            through_engine = share if bulk and launch.entry == "kv_defrag_move" else 0.0
-            demands.append(
-                LaunchDemand(launch.entry, blocks, 1, 1, 0.0, 0.0, through_engine, syncs, share, bytes_moved)
-            )
+            demands.append(LaunchDemand(launch.entry, blocks, 1, 1, 0.0, 0.0, 0.0, syncs, share, bytes_moved))
         return tuple(demands)
 
 
-def _plan_scalars(*, slices: int = 0, blocks: int = 0, stage_blocks: int = 0) -> dict[str, int]:
-    return {"slices": slices, "blocks": blocks, "stage_blocks": stage_blocks}
+def _plan_scalars(*, slices: int = 0, move_blocks: int = 0, stage_blocks: int = 0) -> dict[str, int]:
+    return {"slices": slices, "move_blocks": move_blocks, "stage_blocks": stage_blocks}
 
 
 def _exact_slices(candidate: Candidate, row_bytes: int, rows: int) -> int:
     """How many slices of a row let one block's registers hold a slice of all rows; 0 if they would be too narrow."""
-    vector_bytes = integer(candidate, "vector_bytes")
     width = _threads(candidate) * integer(candidate, "vectors") // rows
-    if width * vector_bytes < min(row_bytes, MIN_SLICE_BYTES):
+    if width * VECTOR_BYTES < min(row_bytes, MIN_SLICE_BYTES):
         return 0
-    return -(-row_bytes // (width * vector_bytes))
+    return -(-row_bytes // (width * VECTOR_BYTES))
 
 
 def _present(inputs: Mapping[str, Array | None], name: str) -> Array:

@@ -80,7 +80,6 @@ class SlotRemap(Family):
             Parameter("whole_vectors", "int32"),  # bit 0: rows of req_to_token are aligned to 16 bytes; 1: slot_list
             Parameter("row_blocks", "int32"),  # blocks that share a row
             Parameter("list_row", "int32"),  # first row of blocks that has the list
-            Parameter("list_rows", "int32"),
         )
     )
     layout_constants: ClassVar[tuple[str, ...]] = ()
@@ -90,6 +89,7 @@ class SlotRemap(Family):
     outputs: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[tuple[str, ...]] = ("requests", "context", "entries")
     constraints: ClassVar[tuple[Constraint, ...]] = (Constraint("registers fit", _registers_fit),)
+    plan_version: ClassVar[int] = 2
 
     def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
         if layout.get("map") != "int32":
@@ -100,7 +100,7 @@ class SlotRemap(Family):
         return "oracle" if _is_oracle(candidate) else "vector_w{warps}_i{vectors}".format_map(candidate)
 
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
-        return {name: value for name, value in candidate.items() if name != "tiles"}
+        return dict(candidate)
 
     def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
         entry = "slot_remap_oracle" if _is_oracle(candidate) else "slot_remap_rewrite"
@@ -110,11 +110,11 @@ class SlotRemap(Family):
         (kernel,) = self.kernels(candidate, layout)
         requests, row_blocks, list_rows = capacity["requests"], 1, 1
         if not _is_oracle(candidate):
-            share = _threads(candidate) * 4 * integer(candidate, "vectors") * integer(candidate, "tiles")
-            row_blocks = -(-capacity["context"] // share)
-            list_rows = -(-capacity["entries"] // (share * row_blocks))
+            vectors = _threads(candidate) * integer(candidate, "vectors")
+            row_blocks = -(-capacity["context"] // (vectors * 4))
+            list_rows = -(-capacity["entries"] // (vectors * 2 * row_blocks))  # int64: two of them a vector
         launch = Launch(kernel.entry, (row_blocks, requests + list_rows, 1), kernel.threads, 0)
-        return Plan((launch,), {}, {"row_blocks": row_blocks, "list_row": requests, "list_rows": list_rows})
+        return Plan((launch,), {}, {"row_blocks": row_blocks, "list_row": requests})
 
     def binding(self, layout: Layout, capacity: Point) -> Binding:
         return SlotRemapBinding(capacity)
@@ -156,11 +156,17 @@ class SlotRemap(Family):
         def index(name: str, values: Array) -> Array:
             return values.astype(np.int64 if name in wide else np.int32)
 
+        def listed(count: int) -> Array:
+            values = index("slot_list", numbers(count))
+            if "slot_list" in wide:
+                values[::7] |= 1 << 32  # no slots, although their lower halves are
+            return values
+
         return {
             "slot_map": _compaction(slots, rng),
             "lengths": index("lengths", np.array(lengths)) if lengths else None,
             "req_to_token": numbers(len(lengths), options["context"]) if lengths else None,
-            "slot_list": index("slot_list", numbers(options["entries"])) if options["entries"] else None,
+            "slot_list": listed(options["entries"]) if options["entries"] else None,
         }
 
     def output_arrays(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array | None]:

@@ -223,7 +223,7 @@ class VerifyMla(Family):
             Parameter("lse", "pointer"),  # float32 [tokens, heads], natural logarithm, or null
             Parameter("partial_out", "pointer"),  # bf16 [work_slots, tile_m, latent]
             Parameter("partial_lse", "pointer"),  # float32 [work_slots, tile_m], base 2
-            Parameter("merges", "pointer"),  # uint32 [tokens x heads, 4]: first partial row, stride, splits, 0; or null
+            Parameter("merges", "pointer"),  # uint32 [tokens x heads, 4]: first partial row, stride, splits, 0
             Parameter("kv_stride", "int32"),  # elements from one pool row to the next
             Parameter("batch", "int32"),
             Parameter("heads", "int32"),
@@ -312,6 +312,8 @@ class VerifyMla(Family):
         min_split_tiles = -(-MIN_SPLIT_ROWS // tile_n)
         most = pairs * -(-tiles // min_split_tiles)
         slots = min(sms * max(resident_blocks, 1) * integer(candidate, "split_waves"), most)
+        if slots * tile_m * integer(layout, "latent") >= 1 << 32:  # the combine's offsets
+            raise TensorError("capacity", "has too many partial results", seen=f"{slots} blocks of {tile_m} rows")
         main = Launch(flash.entry, (max(slots, pairs), 1, 1), flash.threads, flash.shared_bytes)
         if slots == 1 or most == pairs:  # no request can be split
             return Plan((main,), {}, _work_scalars(slots, min_split_tiles, 0, 0))
@@ -330,9 +332,9 @@ class VerifyMla(Family):
     def proving_plans(
         self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int
     ) -> tuple[Plan, ...]:
-        """Also with fewer threads in the combine, whose loop would need hundreds of splits otherwise."""
+        """Also with the most threads in the combine, as hundreds of splits have it; some are then left without any."""
         plans = super().proving_plans(candidate, layout, capacity, sms=sms, resident_blocks=resident_blocks)
-        return plans + tuple(_with_combine_groups(plan, 2) for plan in plans if plan.scalars["combine_groups"] > 2)
+        return plans + tuple(_with_most_groups(plan) for plan in plans if plan.scalars["combine_groups"] > 1)
 
     def binding(self, layout: Layout, capacity: Point) -> Binding:
         return VerifyMlaBinding(layout, capacity)
@@ -354,7 +356,7 @@ class VerifyMla(Family):
             case("chain", [125 if heads <= 16 else 40], [4 * few + 1], mask="chain", lse=True),  # splits of row tiles
             case("many_nodes", [50], [many], lse=True),
             case("padded_request", [90, 1], [few, few], padded=1, lse=True, spare_batch=1),
-            case("many_splits", [1030, 70], [1, 1], lse=True),  # 17 splits: two combine groups, two rounds of loads
+            case("many_splits", [1030, 70], [1, 1], lse=True),  # more than one combine group, and round of loads
             case("many_requests", [3, 70, *[0] * 34, 1, 130], [1, 1, *[0] * 33, 1, 1, 1], lse=True),  # over 32
         )
 
@@ -511,8 +513,10 @@ def _work_scalars(slots: int, min_split_tiles: int, combine_groups: int, combine
     }
 
 
-def _with_combine_groups(plan: Plan, groups: int) -> Plan:
+def _with_most_groups(plan: Plan) -> Plan:
+    """The plan with as many threads of a combine block to a column as there may be."""
     flash, merge = plan.launches
+    groups = COMBINE_THREADS * plan.scalars["combine_parts"]
     threads = merge.threads // plan.scalars["combine_groups"] * groups
     return replace(
         plan, launches=(flash, replace(merge, threads=threads)), scalars={**plan.scalars, "combine_groups": groups}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
 from kgen.binding import Binding, Sizes, TensorRule
@@ -82,24 +83,30 @@ class VerifyMlaBinding(Binding):
             is_empty=tokens == 0,
         )
 
-    def _most_nodes(self, mask: Any, promised: int | None) -> int:
+    def _most_nodes(self, mask: Any, promised: Any) -> int:
         """How many tree nodes a request may have in this call."""
         capacity = self._capacity["nodes"]
         shape: tuple[int, ...] = getattr(mask, "shape", ())
         bits = shape[1] * 32 if len(shape) == 2 else capacity  # a mask of another shape is refused later
         if promised is None:
             return min(capacity, bits)
-        if not 0 < promised <= capacity:
-            raise TensorError("nodes", "is beyond the capacity", seen=f"{promised}, prepared for {capacity}")
-        if promised > bits:
-            raise TensorError("tree_mask", "has too few words", seen=f"{bits} bits for {promised} nodes")
-        return promised
+        if not isinstance(promised, Integral):
+            raise TensorError("nodes", "must be a whole number", seen=repr(promised))
+        nodes = int(promised)
+        if not 0 < nodes <= capacity:
+            raise TensorError("nodes", "is beyond the capacity", seen=f"{nodes}, prepared for {capacity}")
+        if nodes > bits:
+            raise TensorError("tree_mask", "has too few words", seen=f"{bits} bits for {nodes} nodes")
+        return nodes
 
     def scalars(self, tensors: Mapping[str, Any], sizes: Sizes, options: Mapping[str, Any]) -> dict[str, int | float]:
         """Strides, counts, the widths of the index tensors and the softmax scale."""
         if (tensors["draft_kv"] is None) == (tensors["draft_slots"] is None):
             seen = "neither" if tensors["draft_kv"] is None else "both"
             raise TensorError("draft_kv", "give either it or draft_slots", seen=seen)
+        scale = self._scale if options["scale"] is None else options["scale"]
+        if not isinstance(scale, Real) or not math.isfinite(scale):
+            raise TensorError("scale", "must be a finite number", seen=repr(scale))
         stride = tensors["kv_pool"].stride(0)
         if stride >= 1 << 31:
             raise TensorError("kv_pool", "has rows too far apart for an int32", seen=f"{stride} elements")
@@ -109,7 +116,7 @@ class VerifyMlaBinding(Binding):
             kv_stride=stride,
             batch=sizes.extents["batch"],
             heads=self._fixed["heads"],
-            scale=self._scale if options["scale"] is None else options["scale"],
+            scale=float(scale),
         )
 
     def check_content(self, tensors: Mapping[str, Any], sizes: Sizes) -> None:

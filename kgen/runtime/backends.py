@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kgen.render import Source
     from kgen.runtime.manifest import PackedSource
 
-EMULATED_SMS = 2
-"""SMs that launch plans for the emulator are made for: enough to split the KV range, few enough to be quick."""
+EMULATED_SMS = 8
+"""SMs that launch plans for the emulator are made for: enough to split one request's keys, few enough to be quick."""
 
 
 class Backend(Protocol):

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +78,8 @@ class PreparedCall:
         if arguments:
             known = ", ".join((*self._names, *self._binding.options))
             raise InputError(next(iter(arguments)), "is no argument of this call", remedy=f"it takes {known}")
-        if hint and not hint.keys() <= self.capacity.keys():
-            raise InputError("hint", "names no workload axis", seen=repr(dict(hint)), remedy=", ".join(self.capacity))
+        if hint:
+            self._check_hint(hint)
         sizes = self._binding.sizes(tensors, options)
         regions = self._checker.check(tensors, sizes.dimensions)
         values = self._unset | self._binding.scalars(tensors, sizes, options)
@@ -94,6 +95,13 @@ class PreparedCall:
         values |= plan.scalars
         self._packer.pack_into(self._backend.arguments, 0, *[values[name] for name in self._order])
         self._backend.run(plan.source, plan.launches, regions)
+
+    def _check_hint(self, hint: Mapping[str, Any]) -> None:
+        if not hint.keys() <= self.capacity.keys():
+            raise InputError("hint", "names no workload axis", seen=repr(dict(hint)), remedy=", ".join(self.capacity))
+        for axis, value in hint.items():
+            if not isinstance(value, Integral) or value < 0:
+                raise InputError(f"hint {axis}", "must be a whole number, not negative", seen=repr(value))
 
     def explain(self, point: Mapping[str, int]) -> Explanation:
         """Why a call at a workload point gets what it gets; axes left out, and beyond it, are at capacity."""

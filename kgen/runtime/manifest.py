@@ -203,7 +203,7 @@ def decode(data: bytes, where: str) -> Manifest:
     try:
         tree = json.loads(data)
         schema = tree["schema"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PackError(where, "is not a pack's manifest", seen=str(error)) from None
     if schema != SCHEMA:
         remedy = "upgrade kgen, or emit the pack again with this one"

@@ -180,7 +180,8 @@ def _runs(case: Case, plans: Sequence[Plan], seeds: Sequence[int], problems: Pro
         replays = problems.replays(case, seed) if seed == seeds[0] else []
         yield _Run(plans[0], [problems.first(case, seed), *replays])
     for plan in plans[1:] if seeds else ():
-        yield _Run(plan, [problems.first(case, seeds[0])], f" in {math.prod(plan.launches[0].grid)} blocks")
+        blocks = " + ".join(f"{math.prod(launch.grid)} x {launch.threads}" for launch in plan.launches)
+        yield _Run(plan, [problems.first(case, seeds[0])], f" in {blocks} threads")
 
 
 def _run(

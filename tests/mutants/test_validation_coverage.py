@@ -94,6 +94,7 @@ def test_validation_reaches_every_loop_of_every_candidate(spec: Spec, layout_nam
         assert max(run.uneven for run in runs) >= 1, candidate
         assert max(run.row_tiles for run in runs) >= 2, candidate
         assert any(run.combine_groups >= 2 and run.combine_rounds >= 2 for run in runs), candidate
+        assert max(run.combine_groups for run in runs) >= 16, candidate
         assert any(run.splits > 1 and run.requests > WARP for run in runs), candidate
         assert any(run.has_idle_block for run in runs), candidate
         assert any(run.has_more_tiles_than_slots for run in runs), candidate
@@ -244,6 +245,9 @@ MUTANTS = {
     "combine leaves group 1 out": Mutant(
         COMBINE, "  for (int other = 1; other < params.combine_groups; other++) {",
         "  for (int other = 2; other < params.combine_groups; other++) {", WRONG,
+    ),
+    "combine leaves all groups but two out": Mutant(
+        COMBINE, "    sum = {sum.x + weight * part.x,", "if (other > 1) break; sum = {sum.x + weight * part.x,", WRONG
     ),
     "combine's groups keep their own scale": Mutant(
         COMBINE, "weight = exp2_approx(peaks.load(other) - base)", "weight = 1", WRONG, fields=SHARP

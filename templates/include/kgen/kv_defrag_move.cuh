@@ -5,75 +5,48 @@
 
 namespace kgen::kv_defrag {
 
-// `kRows` moves in `kLayers` layers, one warp's work.
+// A block has its rows of one layer, and every `move_blocks`-th block of rows after it: the plan makes as many blocks as
+// there is work, up to a bound. So many short blocks keep memory busier than resident ones that loop, and walk through a
+// layer as a front. `kLanes` lanes share a row, of which each has `kVectors` in flight, in `kRows` rows at a time. What
+// a lane must know before it can load a row (slots, layer pointer, count, whether it was staged) is loaded at once.
 template <typename Config>
-struct Task {
-  int first_move;
-  int first_layer;
-  int last_layer;
-};
-
-// Tasks of neighbouring warps are neighbouring moves of one layer, so that sorted destinations are written in order.
-template <typename Config>
-KGEN_DEVICE Task<Config> task_at(const Params& params, int groups, int task) {
-  const int chunk = task / groups, first = chunk * Config::kLayers;
-  const int last = first + Config::kLayers < params.layers ? first + Config::kLayers : params.layers;
-  return {(task - chunk * groups) * Config::kRows, first, last};
-}
-
-// Lane l's move of a task, l < kRows. A source of -2 - i is row i of the staging area.
-template <typename Config>
-KGEN_DEVICE Move lane_move(const Params& params, int first_move, int count) {
-  const int lane = thread_index() % 32, index = first_move + lane;
-  if (lane >= Config::kRows || index >= count) return {kNothing, kNothing};
-  Move move = load_move(params, index);
-  if (params.stage_blocks > 0 && move.source != kNothing && params.overlaps.load(index)) move.source = -2 - index;
-  return move;
-}
-
-KGEN_DEVICE Global<uint8_t> source_row(const Params& params, Global<uint8_t> base, int source, int layer) {
-  return source >= 0 ? base + source * params.row_stride : params.staging + staged_row(params, -2 - source, layer);
-}
-
-// Through registers: the rows of a task are one run of vectors, of which a lane has `kVectors` in flight.
-template <typename Config>
-KGEN_DEVICE void move_direct(const Params& params) {
-  using Vector = typename Config::Vector;
-  constexpr int kVectorBytes = sizeof(Vector), kVectors = Config::kVectors;
-  const int lane = thread_index() % 32, row_vectors = params.row_bytes / kVectorBytes;
-  const int count = move_count(params), groups = ceil_div(count, Config::kRows);
-  const int tasks = groups * ceil_div(params.layers, Config::kLayers), warps = params.blocks * Config::kWarps;
-  const int run = Config::kRows * row_vectors;
-  const int first = block_index_x() * Config::kWarps + thread_index() / 32;
-  Move next = groups > 0 ? lane_move<Config>(params, task_at<Config>(params, groups, first).first_move, count) : Move{};
-  for (int number = first; number < tasks; number += warps) {
-    const Task<Config> task = task_at<Config>(params, groups, number);
-    const Move mine = next;  // its slots were loaded while the rows of the task before were on their way
-    next = lane_move<Config>(params, task_at<Config>(params, groups, number + warps).first_move, count);
-    for (int start = 0; start < run; start += kVectors * 32) {
-      int sources[kVectors], targets[kVectors], columns[kVectors];
+KGEN_DEVICE void move(const Params& params) {
+  constexpr int kLanes = Config::kLanes, kRows = Config::kRows, kVectors = Config::kVectors, kApart = 32 / kLanes;
+  constexpr int kWarpRows = kApart * kRows, kBlockRows = Config::kWarps * kWarpRows;
+  const int lane = thread_index() % 32, layer = block_index_y();
+  if (layer >= params.layers) return;
+  const Global<uint8_t> base = layer_base(params, layer);
+  const int count = move_count(params), in_block = thread_index() / 32 * kWarpRows + lane / kLanes;
+  for (int first = block_index_x() * kBlockRows; first < count; first += params.move_blocks * kBlockRows) {
+    Global<const uint8_t> sources[kRows];
+    Global<uint8_t> targets[kRows];
+    KGEN_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      const int index = first + in_block + r * kApart, listed = index < params.moves ? index : 0;
+      const Move move = load_move(params, listed);
+      const bool staged = params.stage_blocks > 0 && params.overlaps.load(listed);
+      const Global<uint8_t> source =
+          staged ? params.staging + staged_row(params, index, layer) : base + move.source * params.row_stride;
+      const bool moves = index < count && move.target != kNothing;
+      sources[r] = {source.pointer};
+      targets[r] = {moves ? (base + move.target * params.row_stride).pointer : nullptr};
+    }
+    for (int start = lane % kLanes * 16; start < params.row_bytes; start += kLanes * kVectors * 16) {
+      uint4v values[kRows][kVectors];
       KGEN_UNROLL
-      for (int k = 0; k < kVectors; k++) {
-        const int place = start + k * 32 + lane, row = place / row_vectors;
-        columns[k] = (place - row * row_vectors) * kVectorBytes;
-        sources[k] = shuffle(mine.source, row % Config::kRows);
-        targets[k] = shuffle(mine.target, row % Config::kRows);
-        if (place >= run) targets[k] = kNothing;
-      }
-      for (int layer = task.first_layer; layer < task.last_layer; layer++) {
-        const Global<uint8_t> base = layer_base(params, layer);
-        Vector values[kVectors];
+      for (int r = 0; r < kRows; r++) {
         KGEN_UNROLL
         for (int k = 0; k < kVectors; k++) {
-          if (targets[k] != kNothing) {
-            values[k] = source_row(params, base, sources[k], layer).template load_as<Vector>(columns[k]);
-          }
+          const int column = start + k * kLanes * 16;
+          if (targets[r] && column < params.row_bytes) values[r][k] = sources[r].template load_as<uint4v>(column);
         }
+      }
+      KGEN_UNROLL
+      for (int r = 0; r < kRows; r++) {
         KGEN_UNROLL
         for (int k = 0; k < kVectors; k++) {
-          if (targets[k] != kNothing) {
-            base.template store_as<Vector>(targets[k] * params.row_stride + columns[k], values[k]);
-          }
+          const int column = start + k * kLanes * 16;
+          if (targets[r] && column < params.row_bytes) targets[r].template store_as<uint4v>(column, values[r][k]);
         }
       }
     }

@@ -20,7 +20,7 @@ struct Params {
   int32_t moves;
   int32_t wide_slots;
   int32_t slices;
-  int32_t blocks;
+  int32_t move_blocks;
   int32_t stage_blocks;
 };
 

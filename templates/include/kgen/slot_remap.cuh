@@ -19,7 +19,6 @@ struct Params {
   int32_t whole_vectors;
   int32_t row_blocks;
   int32_t list_row;
-  int32_t list_rows;
 };
 
 enum WideArray { kLengths = 0, kSlotList = 1 };  // bits of Params::wide
@@ -47,28 +46,33 @@ KGEN_DEVICE int row_length(const Params& params, int row) {
   return static_cast<int>(wide.load(row));
 }
 
-// This block's part of one array of `length` elements: part `part`, and every `parts`-th after it. Only where
-// `whole_vectors` says that the array is aligned to 16 bytes are its vectors loaded whole.
+KGEN_DEVICE bool differ(uint4v a, uint4v b) { return ((a.x ^ b.x) | (a.y ^ b.y) | (a.z ^ b.z) | (a.w ^ b.w)) != 0; }
+
+// Part `part` of one array of `length` elements. All its loads, and all look-ups, are in flight at once; vectors of which
+// nothing changes are not stored. Only where `whole_vectors` says that the array is aligned to 16 bytes are its vectors
+// loaded whole.
 template <typename Config, typename Element>
-KGEN_DEVICE void remap_array(const Params& params, Global<Element> array, int length, int part, int parts,
-                             bool whole_vectors) {
-  constexpr int kPerVector = 16 / sizeof(Element), kThreads = Config::kWarps * 32;
-  constexpr int kTile = kThreads * kPerVector * Config::kVectors;
-  for (int start = part * kTile; start < length; start += parts * kTile) {
-    uint4v values[Config::kVectors];
-    KGEN_UNROLL
-    for (int k = 0; k < Config::kVectors; k++) {
-      const int i = start + (k * kThreads + thread_index()) * kPerVector;
-      if (whole_vectors && i + kPerVector <= length) values[k] = array.template load_as<uint4v>(i);
-    }
-    KGEN_UNROLL
-    for (int k = 0; k < Config::kVectors; k++) {
-      const int i = start + (k * kThreads + thread_index()) * kPerVector;
-      if (whole_vectors && i + kPerVector <= length) {
-        array.template store_as<uint4v>(i, remap<sizeof(Element) == 8>(params, values[k]));
-      } else {
-        for (int at = i; at < i + kPerVector && at < length; at++) remap_one(params, array, at);
-      }
+KGEN_DEVICE void remap_part(const Params& params, Global<Element> array, int length, int part, bool whole_vectors) {
+  constexpr int kPerVector = 16 / sizeof(Element), kThreads = Config::kWarps * 32, kVectors = Config::kVectors;
+  const int first = (part * kThreads * kVectors + thread_index()) * kPerVector;
+  uint4v old[kVectors], found[kVectors];
+  KGEN_UNROLL
+  for (int k = 0; k < kVectors; k++) {
+    const int i = first + k * kThreads * kPerVector;
+    if (whole_vectors && i + kPerVector <= length) old[k] = array.template load_as<uint4v>(i);
+  }
+  KGEN_UNROLL
+  for (int k = 0; k < kVectors; k++) {
+    const int i = first + k * kThreads * kPerVector;
+    if (whole_vectors && i + kPerVector <= length) found[k] = remap<sizeof(Element) == 8>(params, old[k]);
+  }
+  KGEN_UNROLL
+  for (int k = 0; k < kVectors; k++) {
+    const int i = first + k * kThreads * kPerVector;
+    if (whole_vectors && i + kPerVector <= length) {
+      if (differ(old[k], found[k])) array.template store_as<uint4v>(i, found[k]);
+    } else {
+      for (int at = i; at < i + kPerVector && at < length; at++) remap_one(params, array, at);
     }
   }
 }
@@ -78,17 +82,16 @@ template <typename Config>
 KGEN_DEVICE void rewrite(const Params& params) {
   const int row = block_index_y();
   if (row < params.requests) {
-    remap_array<Config>(params, params.req_to_token + row * params.row_stride, row_length(params, row),
-                        block_index_x(), params.row_blocks, params.whole_vectors & 1);
+    remap_part<Config>(params, params.req_to_token + row * params.row_stride, row_length(params, row), block_index_x(),
+                       params.whole_vectors & 1);
   } else if (row >= params.list_row) {
     const int part = (row - params.list_row) * params.row_blocks + block_index_x();
-    const int parts = params.list_rows * params.row_blocks;
     const bool whole = params.whole_vectors & 2;
     if ((params.wide >> kSlotList) & 1) {
       const Global<int64_t> wide{reinterpret_cast<int64_t*>(params.slot_list.pointer)};
-      remap_array<Config>(params, wide, params.entries, part, parts, whole);
+      remap_part<Config>(params, wide, params.entries, part, whole);
     } else {
-      remap_array<Config>(params, params.slot_list, params.entries, part, parts, whole);
+      remap_part<Config>(params, params.slot_list, params.entries, part, whole);
     }
   }
 }

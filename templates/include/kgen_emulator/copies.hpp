@@ -83,15 +83,6 @@ inline void Machine::land_sometimes() {
 }
 
 // A block must not end before its copies: they would land in another block's memory.
-inline void Machine::check_no_store_reads(uint32_t offset, uint32_t bytes, Location where) {
-  for (const PendingStore& store : stores)
-    if (store.offset < offset + bytes && offset < store.offset + store.bytes)
-      fault("missing_wait", where, "wait with bulk_store_wait_read, then synchronise with the thread that did",
-            "shared memory is written while a bulk_store may still read it",
-            "bulk_store by thread %d at %s:%d, from shared byte offset %u", store.thread, store.where.file,
-            store.where.line, store.offset);
-}
-
 inline void Machine::check_nothing_in_flight() {
   const char* remedy = "wait on the mbarrier phase of every copy, or do not issue it";
   const char* wrong = "the block ended and nobody had waited for an asynchronous copy";
@@ -99,9 +90,6 @@ inline void Machine::check_nothing_in_flight() {
     if (!untracked[t].empty())
       fault("missing_wait", untracked[t].front().where, remedy, wrong,
             "cp_async_16 by thread %zu, without cp_async_arrive", t);
-  for (const PendingStore& store : stores)
-    fault("missing_wait", store.where, "commit and wait with bulk_store_wait_read<0> at the end", wrong,
-          "bulk_store by thread %d from shared byte offset %u", store.thread, store.offset);
   for (const PendingCopy& copy : in_flight)
     if (!copy.parts.empty())
       fault("missing_wait", copy.where, remedy, wrong,

@@ -103,15 +103,6 @@ struct PendingCopy {
   std::vector<CopyPart> parts;
 };
 
-// A copy from shared to global memory that its thread has not waited for (bulk_store.hpp).
-struct PendingStore {
-  uint64_t destination;
-  uint32_t offset, bytes;
-  int thread;
-  int group;  // how many the thread had committed before
-  Location where;
-};
-
 struct Extent {
   uint32_t begin, end;
 };
@@ -179,11 +170,6 @@ class Machine {
   void land_sometimes();
   void check_nothing_in_flight();
 
-  // bulk_store.hpp
-  void issue_bulk_store(uint64_t destination, uint32_t source, int bytes, Location where);
-  void land_bulk_stores(int pending);
-  void check_no_store_reads(uint32_t offset, uint32_t bytes, Location where);
-
   // memory.hpp
   void check_global(uint64_t address, uint64_t bytes, uint32_t alignment, bool write, const char* what, Location where);
   const BufferSpan& find_buffer(uint64_t address, uint64_t bytes, const char* what, Location where);
@@ -211,8 +197,6 @@ class Machine {
   std::vector<Mbarrier> mbarriers;
   std::vector<PendingCopy> in_flight;
   std::vector<std::vector<CopyPart>> untracked;  // a thread's cp_async_16 before its cp_async_arrive
-  std::vector<PendingStore> stores;
-  std::vector<int> store_groups;  // that a thread has committed
   std::vector<Extent> arrays;
   std::vector<unsigned char> shared_storage;
   unsigned char* shared = nullptr;  // 128-byte aligned

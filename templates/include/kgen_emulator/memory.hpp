@@ -122,7 +122,6 @@ inline void Machine::touch_shared(uint32_t offset, uint32_t bytes, bool write, L
 
 inline void Machine::touch_shared_as(uint32_t offset, uint32_t bytes, Access access, bool lands, const char* what,
                                      Location where) {
-  if (access.write() && !stores.empty()) check_no_store_reads(offset, bytes, where);
   Access other;
   uint32_t at;
   const AccessResult result = shadow.touch(offset, bytes, access, lands, clocks.row(actor()), &other, &at);

@@ -12,7 +12,6 @@ inline bool Machine::prepare() {
   threads.resize(count);
   warps.resize(count / kWarp);
   untracked.resize(count);
-  store_groups.resize(count);
   clocks.allocate(launch.threads);
   shadow.allocate(static_cast<uint32_t>(launch.shared_bytes));
   shared_storage.resize(static_cast<size_t>(launch.shared_bytes) + 128);
@@ -62,8 +61,6 @@ inline void Machine::reset_block() {
   for (Warp& each : warps) each = Warp{kFullMask, 0, 0, "", 0, {"", 0}, {}};
   for (NamedBarrier& each : named) each = NamedBarrier{0, 0, 0, false};
   for (std::vector<CopyPart>& each : untracked) each.clear();
-  stores.clear();
-  store_groups.assign(store_groups.size(), 0);
   mbarriers.clear();
   in_flight.clear();
   arrays.clear();
