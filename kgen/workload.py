@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +81,21 @@ def _doublings(most: int) -> list[int]:
 
 
 def weighted_by(spec: Spec, shapes: Mapping[Shape, int]) -> Spec:
-    """``spec`` whose workload weighs each axis' values by how often traffic was nearest to them, on a log2 scale.
+    """``spec`` whose workload weighs each point by how often traffic was nearest to it, on a log2 scale of each axis.
 
-    Every value keeps the weight of one occurrence, so that rare shapes are not given up. Layouts that the spec lacks
+    Every point keeps the weight of one occurrence, so that rare shapes are not given up. Layouts that the spec lacks
     are ignored; InputError if that leaves nothing.
     """
     known = {shape: count for shape, count in shapes.items() if shape.layout in spec.layouts}
     if not known:
         seen = ", ".join(sorted({shape.layout for shape in shapes}))
         raise InputError("--workload", f"names no head layout of {spec.label}", seen=seen)
-    counts = {axis: dict.fromkeys(values, 1.0) for axis, values in spec.workload.axes.items()}
+    axes = spec.workload.axes
+    counts = dict.fromkeys(product(*axes.values()), 1.0)
     for shape, count in known.items():
-        for axis, value in shape.point:
-            counts[axis][_nearest(value, spec.workload.axes[axis])] += count
-    return replace(spec, workload=replace(spec.workload, weights=counts))
+        asked = shape.as_point()
+        counts[tuple(_nearest(asked[axis], tuned) for axis, tuned in axes.items())] += count
+    return replace(spec, workload=replace(spec.workload, of_points=counts))
 
 
 def _nearest(value: int, tuned: tuple[int, ...]) -> int:

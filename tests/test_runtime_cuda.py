@@ -18,6 +18,7 @@ import torch
 from packs import NAMES, invented_pack
 
 from kgen.device import DriverTooOldError, cuda_driver
+from kgen.errors import PackError
 from kgen.family import Launch
 from kgen.pack import write_pack
 from kgen.runtime.backends import CudaBackend
@@ -119,6 +120,15 @@ def test_an_older_driver_is_named_with_the_one_that_is_needed(cuda: Cuda) -> Non
     archs = {arch: replace(packed, min_cuda=(12, 8)) for arch, packed in pack.manifest.archs.items()}
     backend = CudaBackend(0, params_bytes=8)
     backend.load(replace(pack, manifest=replace(pack.manifest, archs=archs)), ["demo__fast"], "sm_90")
+
+
+def test_a_gpu_with_too_little_shared_memory_is_refused(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fake_cuda.DEVICE_ATTRIBUTES, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", 1024)
+    loaded(cuda)
+    monkeypatch.setitem(fake_cuda.DEVICE_ATTRIBUTES, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", 1023)
+    taken = "fast_kernel takes 1024 B of shared memory a block, this GPU has 1023 B"
+    with pytest.raises(PackError, match=taken):
+        loaded(cuda)
 
 
 BLOCKED = ("numpy", "torch", "jinja2", "optuna", "sqlalchemy", "alembic", "yaml", "pydantic", "typer", "rich", "cuda")

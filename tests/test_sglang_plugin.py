@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from kgen.resources import GENERATED
 from kgen.sglang import plugin
 from kgen.sglang.agreement import check_agreement, described
 from kgen.sglang.capture import WorkloadCapture
+from kgen.sglang.metrics import MOST_REASONS, Metrics
 from kgen.sglang.tally import Tally
 
 PACK = GENERATED / "pack" / "verify_mla"
@@ -105,6 +107,17 @@ def test_each_reason_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture
         "kgen leaves attention to SGLang: logit cap",
         "kgen leaves attention to SGLang: sinks",
     ]
+
+
+def test_reasons_beyond_the_most_share_a_series() -> None:
+    counted: Counter[tuple[str, ...]] = Counter()
+    series = SimpleNamespace(labels=lambda *labels: SimpleNamespace(inc=lambda: counted.update([labels])))
+    metrics = Metrics(SimpleNamespace(Counter=lambda *_: series), rank=3)
+    for number in (*range(MOST_REASONS + 2), 0):
+        metrics.left_to_sglang("attention", f"reason {number}")
+    assert counted["attention", "reason 0", "3"] == 2
+    assert counted["attention", "other", "3"] == 2
+    assert len(counted) == MOST_REASONS + 1
 
 
 def test_ranks_with_different_packs_are_refused() -> None:

@@ -45,13 +45,15 @@ def test_what_is_no_capture_is_refused(tmp_path: Path, text: str, wrong: str) ->
         read_capture(path, "verify_mla")
 
 
-def test_a_spec_is_weighted_by_the_nearest_values() -> None:
+def test_a_spec_is_weighted_by_the_nearest_points() -> None:
     spec = load_spec(SPECS / "verify_mla.yaml")
     shapes = Counter({shape("h8_p1", 5, 16, 5000): 98, shape("h999", 1, 1, 1): 5, shape("h16_p1", 1, 64, 400): 1})
-    weights = weighted_by(spec, shapes).workload.weights
-    assert weights["batch"] == {1: 2, 4: 99, 16: 1}
-    assert weights["nodes"] == {1: 1, 8: 1, 16: 99, 64: 2}
-    assert weights["prefix"] == {512: 2, 4096: 99, 16384: 1, 65536: 1}
+    points = weighted_by(spec, shapes).workload.points
+    most = len(points) + 99
+    weights = {tuple(item.point.values()): item.weight * most for item in points}
+    assert weights.pop((4, 16, 4096)) == pytest.approx(99)
+    assert weights.pop((1, 64, 512)) == pytest.approx(2)  # and not (4, 64, 512): values count where they occur together
+    assert list(weights.values()) == pytest.approx([1] * len(weights))
     with pytest.raises(InputError, match="names no head layout"):
         weighted_by(spec, Counter({shape("h999", 1, 1, 1): 5}))
 
@@ -81,6 +83,24 @@ def test_coverage_of_server_arguments(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(shown["shapes"]) == 3 * 14
     assert main(["coverage"]) == 2
     assert "give either --capture FILE or --layout NAME" in capsys.readouterr().err
+
+
+def test_why_explains_the_most_frequent_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "capture.jsonl"
+    path.write_text(line(prefixes=(5000,)) * 5 + line(layout="h12_p1") * 3 + line(prefixes=(1,)) * 2)
+    assert main(["why", "--capture", str(path), "--most", "2", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["calls"], shown["shapes"]) == (10, 3)
+    first, second = shown["decisions"]
+    assert (first["count"], first["match"]["how"], first["match"]["point"]["prefix"]) == (5, "bucket", 4096)
+    assert (second["count"], second["layout"]) == (3, "h12_p1")
+    assert "no head layout 'h12_p1'" in second["error"]
+    assert main(["why", "--capture", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text.index("5 of 10 calls (50.0 %)") < text.index("match      bucket: the nearest tuned point speaks for it")
+    assert "match      default: no tuned point speaks for it: the default variant runs (prefix is out of reach)" in text
+    assert main(["why", "--capture", str(path), "--batch", "1"]) == 2
+    assert "give either --capture FILE or the values of a point" in capsys.readouterr().err
 
 
 def test_tuning_takes_a_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from kgen.cli.options import (
     load,
     shipped_pack,
 )
+from kgen.errors import InputError, LayoutMissingError
 
 if TYPE_CHECKING:
     from kgen.runtime.dispatch import Explanation
@@ -42,6 +43,11 @@ def why(
     nodes: NodesFlag = None,
     prefix: PrefixFlag = None,
     at: AtFlag = None,
+    capture: Annotated[
+        Path | None,
+        typer.Option("--capture", metavar="FILE", help="Explain the shapes that a server captured (docs/sglang.md)."),
+    ] = None,
+    most: Annotated[int, typer.Option("--most", min=1, metavar="N", help="With --capture: shapes to explain.")] = 5,
     target: Annotated[
         str, typer.Option("--target", metavar="NAME", help="Target whose table is asked.")
     ] = DEFAULT_TARGET,
@@ -56,29 +62,66 @@ def why(
 ) -> None:
     """Explain which kernel a call gets, and why.
 
-    Match, evidence, distance of each axis, and the tuned points nearby with their winners.
+    Match, evidence, distance of each axis, and the tuned points nearby with their winners. With --capture, the first
+    of these for the most frequent shapes of a server's traffic, whatever their layout.
 
     \b
     Examples:
       kgen why --layout h8_p1 --batch 4 --nodes 16 --prefix 16384
       kgen why --layout h16_p64 --at batch=1 --at nodes=64 --at prefix=5000 --target sm_90 --json
       kgen why --layout h8_p1 --batch 1 --nodes 8 --prefix 4096 --db tuning_db/tuning.sqlite
+      kgen why --capture capture.jsonl --most 3
 
     The decision goes to stdout. Nothing is launched.
     """
     from kgen.runtime.dispatch import Dispatcher
 
     asked = _pack_of(pack, db, spec, target)
+    if capture is not None:
+        if at or any(value is not None for value in (batch, nodes, prefix)):
+            raise InputError("why", "has two questions", remedy="give either --capture FILE or the values of a point")
+        _explain_capture(asked, target, capture, most, json=json)
+        return
     table = Dispatcher(asked.manifest.targets, asked.manifest.dispatch, asked.where).table(target, layout)
     point = full_point(table.axes, {"batch": batch, "nodes": nodes, "prefix": prefix}, at or [])
     explanation = table.explain(point)
-    variant = asked.manifest.variants[explanation.match.variant]
     if json:
-        write_json({"asked": point, "pack": asked.where, **explanation.to_json(), "candidate": variant.candidate,
-                    "source": variant.source})  # fmt: skip
+        write_json(_decision(asked, explanation, point))
         return
     _print_decision(asked, explanation, point)
     _print_considered(explanation)
+
+
+def _decision(pack: Pack, explanation: Explanation, point: Mapping[str, int]) -> dict[str, object]:
+    variant = pack.manifest.variants[explanation.match.variant]
+    more = {"candidate": dict(variant.candidate), "source": variant.source}
+    return {"asked": dict(point), "pack": pack.where, **explanation.to_json(), **more}
+
+
+def _explain_capture(pack: Pack, target: str, capture: Path, most: int, *, json: bool) -> None:
+    """The decision for each of the most frequent shapes, with how often it occurs."""
+    from kgen.runtime.dispatch import Dispatcher
+    from kgen.workload import read_capture
+
+    shapes = read_capture(capture, pack.manifest.family)
+    decisions: list[dict[str, object]] = []
+    for shape, count in shapes.most_common(most):
+        share = f"{count} of {shapes.total()} calls ({100 * count / shapes.total():.1f} %)"
+        try:
+            table = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where).table(target, shape.layout)
+        except LayoutMissingError as error:
+            decisions.append({"count": count, "asked": shape.as_point(), "layout": shape.layout, "error": str(error)})
+            if not json:
+                typer.echo(f"{share}: {_values(shape.as_point())}\n{error}\n")
+            continue
+        explanation = table.explain(shape.as_point())
+        decisions.append({"count": count, **_decision(pack, explanation, shape.as_point())})
+        if not json:
+            typer.echo(f"{share}:")
+            _print_decision(pack, explanation, shape.as_point())
+            typer.echo("")
+    if json:
+        write_json({"calls": shapes.total(), "shapes": len(shapes), "decisions": decisions})
 
 
 def _print_decision(pack: Pack, explanation: Explanation, point: Mapping[str, int]) -> None:

@@ -165,6 +165,11 @@ class Device:
         return self._attribute("MULTIPROCESSOR_COUNT")
 
     @cached_property
+    def shared_bytes_per_block(self) -> int:
+        """The most shared memory that a block can have, opted in to."""
+        return self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+
+    @cached_property
     def l2_bytes(self) -> int:
         """Size of the L2 cache in bytes."""
         return self._attribute("L2_CACHE_SIZE")
@@ -175,7 +180,7 @@ class Device:
         return DeviceFingerprint(
             compute_capability="{}.{}".format(*self.compute_capability),
             sms=self.sms,
-            shared_bytes_per_block=self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+            shared_bytes_per_block=self.shared_bytes_per_block,
             l2_bytes=self.l2_bytes,
             memory_clock_khz=self._attribute("MEMORY_CLOCK_RATE"),
             name=name,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kgen.emulator import EmulatedModule
     from kgen.family import Launch
     from kgen.render import Source
+    from kgen.runtime.manifest import PackedSource
 
 EMULATED_SMS = 8
 """SMs that launch plans for the emulator are made for: enough to split one request's keys, few enough to be quick."""
@@ -61,18 +62,30 @@ class CudaBackend:
         self.arguments = self._buffer.view
 
     def load(self, pack: Pack, sources: Sequence[str], arch: str) -> None:
-        """Load the cubins of ``arch``. Raises DriverTooOldError if the driver is too old for them."""
+        """Load the cubins of ``arch``.
+
+        Raises DriverTooOldError if the driver is too old for them, PackError if a block takes more than the GPU has.
+        """
         if arch not in pack.manifest.archs:
             raise PackError(pack.where, f"holds no cubins for {arch}", remedy="emit a pack, and load that")
         major, minor = pack.manifest.archs[arch].min_cuda
         for source in sources:
             packed = pack.manifest.sources[source]
             self._blocks[source] = packed.cubins[arch].blocks_per_sm
+            self._require_shared(pack.where, packed, arch)
             module = self._device.load_module(pack.cubin(source, arch), minimum_cuda=(major, minor))
             for kernel in packed.kernels:
                 function = module.function(kernel.entry)
                 function.set_dynamic_shared(kernel.shared_bytes)
                 self._functions[source, kernel.entry] = function
+
+    def _require_shared(self, where: str, packed: PackedSource, arch: str) -> None:
+        most = self._device.shared_bytes_per_block
+        for kernel in packed.kernels:
+            needed = kernel.shared_bytes + packed.cubins[arch].resources[kernel.entry].static_shared_bytes
+            if needed > most:
+                wrong = f"{kernel.entry} takes {needed} B of shared memory a block"
+                raise PackError(where, wrong, seen=f"this GPU has {most} B", remedy="tune and emit a pack for this GPU")
 
     def resident_blocks(self, source: str) -> int:
         """Blocks of the main kernel that one SM holds, as recorded in the pack."""

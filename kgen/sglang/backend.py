@@ -23,7 +23,8 @@ from kgen.runtime import Pack, mask_words
 from kgen.sglang.agreement import refuse_other_packs
 from kgen.sglang.attend import VerifyAttention, expected_prefix
 from kgen.sglang.capture import WorkloadCapture
-from kgen.sglang.tally import Tally
+from kgen.sglang.metrics import metrics_of_server
+from kgen.sglang.tally import VERIFY, Answers, Tally
 from kgen.sglang.tree_bits import copy_tree_part, pack_words
 
 KIND = "attention"
@@ -38,6 +39,8 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
     def __init__(self, model_runner: Any, pack: Pack, tally: Tally, skip_prefill: bool = False, **options: Any) -> None:
         super().__init__(model_runner, skip_prefill, **options)
         self.tally = tally
+        tally.metrics = metrics_of_server()
+        self._answers = Answers(tally)
         self._tree_mask: Any = None  # of this forward: int32 [tokens, words], or None for a chain
         self._full_mask: Any = None  # of this forward, for calls that go to SGLang
         self._of_layers: dict[int, str] = {}  # why a layer's verify is SGLang's, by layer_id
@@ -127,6 +130,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         super().init_forward_metadata(forward_batch)
         if self._is_ours(forward_batch):
             self._full_mask, self._tree_mask = None, None
+            self._answers.begin()
             mask = forward_batch.spec_info.custom_mask
             if mask is not None and self._attention_fits(forward_batch):
                 self._take_tree(mask, forward_batch, forward_batch.batch_size)
@@ -140,14 +144,17 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         self._full_mask = None
         if not self._attention_fits(forward_batch):
             return
-        spec_info, nodes = forward_batch.spec_info, self.forward_metadata.max_extend_len
+        spec_info, nodes = forward_batch.spec_info, self._nodes(forward_batch)
         mask = None if in_capture or spec_info is None else spec_info.custom_mask
         if mask is None:  # a capture's mask is a dummy of any size; a chain has none, but the graph reads the buffer
             rows = self._tree[: forward_batch.batch_size * nodes * nodes].view(-1, nodes, nodes)
             rows.copy_(self._chain[:nodes, :nodes].expand_as(rows))
         else:
             self._take_tree(mask, forward_batch, self._requests(forward_batch))
-        if not in_capture:
+        if in_capture:
+            self._answers.begin(graph=forward_batch.batch_size)
+        else:
+            self._answers.replay(graph=forward_batch.batch_size)
             self._note_forward(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -158,39 +165,40 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
     def _is_ours(self, forward_batch: Any) -> bool:
         return self._attention is not None and bool(forward_batch.forward_mode.is_target_verify())
 
+    def _nodes(self, forward_batch: Any) -> int:
+        """Nodes a request. Before a replay ``forward_metadata`` may still be that of a prefill in between."""
+        return int(self._target_verify_num_tokens_per_req(forward_batch.spec_info))
+
     def _attention_fits(self, forward_batch: Any) -> bool:
         assert self._attention is not None
-        nodes = self.forward_metadata.max_extend_len
+        nodes = self._nodes(forward_batch)
         return bool(forward_batch.batch_size <= self._attention.batch and nodes <= self._attention.nodes)
 
     def _requests(self, forward_batch: Any) -> int:
         """Requests of a batch that are not padding: those that have draft tokens."""
         tokens, batch = getattr(forward_batch.spec_info, "draft_token", None), int(forward_batch.batch_size)
-        return batch if tokens is None else min(batch, tokens.numel() // self.forward_metadata.max_extend_len)
+        return batch if tokens is None else min(batch, tokens.numel() // self._nodes(forward_batch))
 
     def _take_tree(self, mask: Any, forward_batch: Any, batch: int) -> None:
         """Bring the tree part of a mask, in either layout, to the front of the buffer."""
-        metadata = self.forward_metadata
         if mask.data_ptr() == self._tree.data_ptr():  # SGLang wrote it in place
             return
-        nodes = metadata.max_extend_len
+        nodes = self._nodes(forward_batch)
         cells = batch * nodes * nodes
         if mask.numel() == cells:  # also a full mask over empty prefixes, which is the same
             self._tree[:cells].copy_(mask.view(-1))
         else:
-            copy_tree_part(
-                mask.view(-1), metadata.mask_indptr, metadata.kv_indptr, self._tree, batch=batch, nodes=nodes
-            )
+            copy_tree_part(mask.view(-1), self.mask_indptr, self.kv_indptr, self._tree, batch=batch, nodes=nodes)
 
     def _pack(self, forward_batch: Any) -> None:
-        nodes = self.forward_metadata.max_extend_len
+        nodes = self._nodes(forward_batch)
         rows, count = forward_batch.batch_size * nodes, mask_words(nodes)
         self._tree_mask = self._words[: rows * count].view(rows, count)
         pack_words(self._tree, self._tree_mask, nodes=nodes)
 
     def _note_forward(self, forward_batch: Any) -> None:
-        self.tally.did("verify")
-        self._capture.note(forward_batch, self._requests(forward_batch), self.forward_metadata.max_extend_len)
+        self.tally.did(VERIFY)
+        self._capture.note(forward_batch, self._requests(forward_batch), self._nodes(forward_batch))
 
     # Attention, once a layer.
 
@@ -282,7 +290,8 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             hint={"prefix": expected_prefix(forward_batch)},
         )
         self.tally.did(KIND)
-        self.tally.did(f"{KIND} by {self._attention.how}")
+        self.tally.did(KIND, self._attention.how)
+        self._answers.answered(self._attention.how)
         return out
 
     def _mask_over_prefix(self, forward_batch: Any) -> Any:

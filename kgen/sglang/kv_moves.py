@@ -7,9 +7,8 @@ from weakref import WeakKeyDictionary
 
 from kgen.errors import KgenError
 from kgen.runtime import Pack, PointerTable, PreparedCall, prepare
-from kgen.sglang.tally import Tally
+from kgen.sglang.tally import KV_MOVE, Tally
 
-KIND = "a KV move"
 MOST_ROWS = 512
 """Rows that one call moves: accepted nodes of all requests. A longer list goes to SGLang."""
 
@@ -46,14 +45,14 @@ class KvMoves:
             return None
         mover = self._mover(pool, tgt_loc)
         if isinstance(mover, str):
-            self._tally.left_to_sglang(KIND, mover)
+            self._tally.left_to_sglang(KV_MOVE, mover)
             return original(pool, tgt_loc, src_loc)
         try:
             mover.call(layer_ptrs=mover.table, src_slots=src_loc.reshape(-1), dst_slots=tgt_loc.reshape(-1))
         except KgenError as error:  # found before anything is launched
-            self._tally.left_to_sglang(KIND, str(error))
+            self._tally.left_to_sglang(KV_MOVE, str(error))
             return original(pool, tgt_loc, src_loc)
-        self._tally.did(KIND)
+        self._tally.did(KV_MOVE)
         return None
 
     def _mover(self, pool: Any, tgt_loc: Any) -> PoolMover | str:

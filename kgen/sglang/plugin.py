@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kgen.errors import KgenError
@@ -22,7 +23,13 @@ NEEDED = {
     "sglang.srt.plugins.hook_registry": ("HookRegistry", "HookType"),
     "sglang.srt.layers.attention.attention_registry": ("register_attention_backend",),
     "sglang.srt.layers.attention.verify_mask": ("VerifyMask",),
-    "sglang.srt.layers.attention.triton_backend": ("TritonAttnBackend",),
+    "sglang.srt.layers.attention.triton_backend": (
+        "TritonAttnBackend.init_forward_metadata_out_graph",
+        "TritonAttnBackend.init_forward_metadata_in_graph",
+        "TritonAttnBackend._update_target_verify_buffers",
+        "TritonAttnBackend._target_verify_num_tokens_per_req",
+        "TritonAttnBackend._set_kv_buffer",
+    ),
     "sglang.srt.arg_groups.choices": ("add_attention_backend_choices",),
     "sglang.srt.speculative.eagle_utils": ("TreeMaskMode",),
     "sglang.srt.mem_cache.memory_pool": ("KVWriteLoc", "MLATokenToKVPool"),
@@ -77,9 +84,11 @@ def missing_from_sglang() -> str:
             module = importlib.import_module(name)
         except ImportError as error:
             return f"{_sglang_version()} has no {name} ({error}); kgen is tested with {TESTED_SGLANG}"
-        lacking = [item for item in wanted if not hasattr(module, item)]
-        if lacking:
-            return f"{_sglang_version()} has no {name}.{lacking[0]}; kgen is tested with {TESTED_SGLANG}"
+        for item in wanted:
+            try:
+                attrgetter(item)(module)
+            except AttributeError:
+                return f"{_sglang_version()} has no {name}.{item}; kgen is tested with {TESTED_SGLANG}"
     return ""
 
 

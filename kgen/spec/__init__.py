@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,25 @@ class WeightedPoint:
 
 @dataclass(frozen=True)
 class Workload:
-    """Which shapes matter: values of every axis, in the order of ``Family.axes``, and weights (1 where left out)."""
+    """Which shapes matter: values of every axis, in the order of ``Family.axes``, and weights (1 where left out).
+
+    ``of_points``, where there is any, has the weight of each combination, and those of the axes do not count.
+    """
 
     axes: Mapping[str, tuple[int, ...]]
     weights: Mapping[str, Mapping[int, float]]
     layouts: Mapping[str, float]
+    of_points: Mapping[tuple[int, ...], float] = field(default_factory=dict)
 
     @property
     def points(self) -> tuple[WeightedPoint, ...]:
-        """Every combination of axis values, the last axis fastest, with the product of its axes' weights."""
+        """Every combination of axis values, the last axis fastest; its weight, or the product of its axes' weights."""
         points = [dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())]
-        raw = [math.prod(self.weights[axis][value] for axis, value in point.items()) for point in points]
+        raw = [self.of_points.get(tuple(point.values())) or self._of_axes(point) for point in points]
         return tuple(WeightedPoint(point, weight / sum(raw)) for point, weight in zip(points, raw, strict=True))
+
+    def _of_axes(self, point: Point) -> float:
+        return math.prod(self.weights[axis][value] for axis, value in point.items())
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 warnings.filterwarnings("ignore", category=RuntimeWarning)  # (-inf) - (-inf) inside the interpreter
@@ -68,96 +67,13 @@ def _widen_bf16_dots() -> None:
 _hide_torchvision()
 _widen_bf16_dots()
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
 import torch
-from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.runtime_context import get_context, get_parallel
-from sglang.srt.speculative.eagle_info import EagleVerifyInput
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang_server import LATENT, ROPE, SCALE, active, make_layer, make_pool, serving, verify_input
 
-LATENT, ROPE = 512, 64
-SCALE = 192**-0.5
-
-_parallel = get_parallel().override(attn_tp_size=1, attn_dcp_rank=0)
-_parallel.__enter__()
-
-
-@contextmanager
-def serving(
-    *,
-    nodes: int,
-    heads: int = 8,
-    dtype: torch.dtype = torch.bfloat16,
-    kv_dtype: torch.dtype | None = None,
-    page_size: int = 1,
-    max_bs: int = 4,
-    context: int = 96,
-    layers: int = 1,
-    **arguments: Any,
-) -> Iterator[SimpleNamespace]:
-    """A runner as a backend's constructor sees it, around real pools."""
-    given = {
-        "attention_backend": "triton", "chunked_prefill_size": -1, "tp_size": 1, "pp_size": 1, "dp_size": 1,
-        "enable_deterministic_inference": False, "kv_cache_dtype": "auto", "speculative_algorithm": None,
-        "speculative_eagle_topk": 2, "speculative_num_draft_tokens": nodes, "speculative_num_steps": 3,
-        "triton_attention_num_kv_splits": 8, "triton_attention_split_tile_size": None,
-    }  # fmt: skip
-    override = get_context().override_server_args(**(given | arguments))
-    runner = SimpleNamespace(
-        device="cpu", gpu_id=0, dtype=dtype, kv_cache_dtype=kv_dtype or dtype, page_size=page_size,
-        model_config=_model_config(heads, context), server_args=override.install(), sliding_window_size=None,
-        is_draft_worker=False, spec_algorithm=SpeculativeAlgorithm.NONE, use_mla_backend=True, is_hybrid_swa=False,
-        init_new_workspace=False, decode_num_tokens_per_req=lambda *_, **__: nodes,
-    )  # fmt: skip
-    runner.req_to_token_pool = ReqToTokenPool(
-        size=max_bs, max_context_len=context, device="cpu", enable_memory_saver=False
-    )
-    runner.token_to_kv_pool = make_pool(max_bs * context, layers, kv_dtype or dtype, page_size)
-    runner.token_to_kv_pool_allocator = SimpleNamespace(page_size=page_size)
-    runner.kv_index_translator = KVIndexTranslator(
-        req_to_token=runner.req_to_token_pool.req_to_token,
-        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-        token_to_kv_pool=runner.token_to_kv_pool,
-        page_size=page_size,
-        device="cpu",
-        is_draft_worker=False,
-    )
-    try:
-        with torch.no_grad():
-            yield runner
-    finally:
-        override.restore()
-
-
-def make_pool(size: int, layers: int, dtype: torch.dtype, page_size: int = 1, rope: int = ROPE) -> Any:
-    return MLATokenToKVPool(
-        size=size, page_size=page_size, dtype=dtype, kv_lora_rank=LATENT, qk_rope_head_dim=rope, layer_num=layers,
-        device="cpu", enable_memory_saver=False,
-    )  # fmt: skip
-
-
-def _model_config(heads: int, context: int) -> SimpleNamespace:
-    text = SimpleNamespace(
-        architectures=["TinyMLAForCausalLM"], hidden_size=64, num_attention_heads=heads, num_key_value_heads=1,
-        kv_lora_rank=LATENT, qk_nope_head_dim=128, qk_rope_head_dim=ROPE, v_head_dim=LATENT,
-    )  # fmt: skip
-    text.get_text_config = lambda: text
-    return SimpleNamespace(
-        attention_arch=AttentionArch.MLA, context_len=context, num_attention_heads=heads, kv_lora_rank=LATENT,
-        qk_nope_head_dim=128, qk_rope_head_dim=ROPE, head_dim=LATENT + ROPE, v_head_dim=LATENT, swa_v_head_dim=LATENT,
-        is_encoder_decoder=False, hf_config=text, hf_text_config=text, linear_attn_registry_result=None,
-        get_max_num_attention_heads=lambda: heads, get_num_attention_heads=lambda tp: heads // tp,
-        get_num_kv_heads=lambda tp, dcp=1: 1,
-    )  # fmt: skip
-
-
-def make_layer(heads: int = 8, **changes: Any) -> Any:
-    fields = {"num_heads": heads, "head_dim": LATENT + ROPE, "scaling": SCALE, "num_kv_heads": 1, "layer_id": 0}
-    return RadixAttention(**(fields | {"v_head_dim": LATENT} | changes))
+__all__ = ["LATENT", "ROPE", "SCALE", "active", "make_layer", "make_pool", "serving", "verify_input"]
 
 
 def random_tree(nodes: int, generator: torch.Generator) -> torch.Tensor:
@@ -223,22 +139,6 @@ def full_mask(trees: Sequence[torch.Tensor], prefixes: Sequence[int]) -> torch.T
         for tree, prefix in zip(trees, prefixes, strict=True)
     ]
     return torch.cat(parts)
-
-
-def verify_input(mask: torch.Tensor | None, bs: int, nodes: int) -> Any:
-    return EagleVerifyInput(
-        draft_token=torch.arange(bs * nodes), custom_mask=mask, positions=torch.zeros(bs * nodes, dtype=torch.int64),
-        retrieve_index=torch.arange(bs * nodes).view(bs, nodes), retrieve_next_token=torch.full((bs, nodes), -1),
-        retrieve_next_sibling=torch.full((bs, nodes), -1), retrieve_cum_len=None, spec_steps=3, topk=2,
-        draft_token_num=nodes, capture_hidden_mode=CaptureHiddenMode.FULL, seq_lens_sum=None, seq_lens_cpu=None,
-    )  # fmt: skip
-
-
-@contextmanager
-def active(backend: Any) -> Iterator[None]:
-    """What a forward pass runs inside of."""
-    with forward_context(ForwardContext(attn_backend=backend)):
-        yield
 
 
 def eager(backend: Any, layer: Any, step: Step, **changes: Any) -> torch.Tensor:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import sglang_harness  # first: it prepares triton  # noqa: F401
 
 import argparse
+import json
 import logging
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import dflash_utils
 
+from kgen.runtime.manifest import DIGEST_FILE, MANIFEST_FILE
+from kgen.runtime.pack_reader import digest_line
 from kgen.sglang import plugin
 
 
@@ -88,48 +94,99 @@ def test_it_stays_out_with_one_line(
 
 
 @pytest.mark.usefixtures("loader")
-def test_another_sglang_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("sglang.srt.layers.attention.verify_mask", "NewMask"),
+        ("sglang.srt.layers.attention.triton_backend", "TritonAttnBackend.new_metadata"),
+        ("sglang.srt.layers.attention.new_module", "Anything"),
+    ],
+)
+def test_an_sglang_that_lacks_something_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: str, name: str
+) -> None:
     on_gpu(monkeypatch, (12, 0))
-    monkeypatch.setitem(plugin.NEEDED, "sglang.srt.layers.attention.verify_mask", ("NewMask",))
+    monkeypatch.setitem(plugin.NEEDED, module, (name,))
     plugins.load_plugins()
-    assert "0.5.23 has no sglang.srt.layers.attention.verify_mask.NewMask; kgen is tested with 0.5.23" in caplog.text
+    lacking = f"{module} (" if "new_module" in module else f"{module}.{name}; "
+    assert f"kgen stays out: sglang {version('sglang')} has no {lacking}" in caplog.text
+    assert "kgen is tested with 0.5.23" in caplog.text
     assert plugin.BACKEND not in ATTENTION_BACKENDS
 
 
 RANK = """
-import sys; sys.path.insert(0, {folder!r})
-import sglang_harness, torch
+import sys; sys.path.insert(0, sys.argv[1])
+import sglang_harness as harness, torch
 from types import SimpleNamespace
 import sglang.srt.distributed as distributed
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from kgen.errors import PackError
-from kgen.sglang.agreement import refuse_other_packs
-from kgen.sglang.plugin import checked_pack
-rank, path, reason = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.distributed.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+from kgen.family import families
+from kgen.sglang.plugin import checked_pack, enable
+rank, meeting, newer = int(sys.argv[2]), sys.argv[3], sys.argv[4]
+if newer:
+    type(families()["verify_mla"]).plan_version = 99
+torch.distributed.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=2)
 group = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
 distributed.get_tp_group = lambda: group
-try:
-    refuse_other_packs(checked_pack("verify_mla"), reason)
-    print("starts")
-except PackError as error:
-    print("refused:", error)
+enable(checked_pack("verify_mla"), None)
+with harness.serving(nodes=3) as runner:
+    try:
+        ATTENTION_BACKENDS["kgen"](runner)
+        print("starts")
+    except PackError as error:
+        print("refused:", error)
 """
 
 
-@pytest.mark.parametrize("reasons", [("", ""), ("", "the pack is old")])
-def test_two_ranks_agree_or_are_refused(tmp_path_factory: pytest.TempPathFactory, reasons: tuple[str, str]) -> None:
-    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
-    code = RANK.format(folder=str(Path(__file__).parent))
+def reemitted(folder: Path) -> Path:
+    """The pack that ships, as another release would have written it."""
+    shutil.copytree(plugin.pack_folder("verify_mla"), folder)
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    manifest["kgen_version"] = "0.0"
+    data = json.dumps(manifest).encode()
+    (folder / MANIFEST_FILE).write_bytes(data)
+    (folder / DIGEST_FILE).write_bytes(digest_line(data))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ("same", None),
+        ("newer kgen", "rank 1: SGLang's kernels ("),
+        ("other pack", "rank 1: pack "),
+    ],
+)
+def test_two_ranks_agree_or_neither_starts(tmp_path: Path, second: str, said: str | None) -> None:
+    environment = dict(os.environ)
+    if second == "other pack":
+        environment["KGEN_PACK_VERIFY_MLA"] = str(reemitted(tmp_path / "pack"))
+    newer = "newer" if second == "newer kgen" else ""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(meeting), reason], stdout=subprocess.PIPE, text=True
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-c",
+                RANK,
+                str(Path(__file__).parent),
+                str(rank),
+                str(tmp_path / "m"),
+                *of,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
         )
-        for rank, reason in enumerate(reasons)
+        for rank, (of, env) in enumerate([([""], dict(os.environ)), ([newer], environment)])
     ]
-    said = [rank.communicate(timeout=120)[0].strip().splitlines()[-1] for rank in ranks]
-    if reasons == ("", ""):
-        assert said == ["starts", "starts"]
+    first, other = (rank.communicate(timeout=200)[0].strip() for rank in ranks)
+    assert first == other
+    if said is None:
+        assert first == "starts"
     else:
-        assert said[0] == said[1]
-        assert said[0].startswith("refused: kgen: ranks differ in the kernels they would run, rank 0: pack ")
-        assert said[0].count("rank 1: SGLang's kernels (the pack is old)") == 1
+        assert first.startswith("refused: kgen: ranks differ in the kernels they would run, rank 0: pack ")
+        assert said in first
+        assert first.endswith("give all the same pack")

@@ -5,15 +5,20 @@ from __future__ import annotations
 import sglang_harness as harness  # first: it prepares triton  # isort: skip
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_graphs import VerifyGraphs
 
+from kgen.family import families
+from kgen.runtime import Pack
+from kgen.runtime.backends import CudaBackend, EmulatorBackend
 from kgen.sglang.plugin import BACKEND, checked_pack, enable
 from kgen.sglang.tally import Tally
 
@@ -51,7 +56,8 @@ def test_eager(runner: Any, tally: Tally) -> None:
     ours, stock = backends(runner)
     step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
     got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
-    assert tally.ran == {"verify": 1, "attention": 1, "attention by default": 1}  # a prefix of 14 was not tuned
+    how = {"attention by default": 1, "verify by default": 1}  # a prefix of 14 was not tuned
+    assert tally.ran == {"verify": 1, "attention": 1} | how
     assert not tally.left
     assert got.shape == want.shape
     assert_close(got, want)
@@ -197,7 +203,7 @@ def test_a_graph_is_replayed_with_other_lengths_masks_and_padding(runner: Any, t
         want = harness.eager(stock, layer, alone)
         assert_close(got[:real], want[:real])
     assert ran(tally) == 5
-    assert tally.ran["verify"] == 4  # what is captured is no forward
+    assert tally.ran["verify"] == tally.ran["verify by default"] == 4  # what is captured is no forward
     assert not tally.left
 
 
@@ -217,6 +223,33 @@ def test_a_replay_with_the_mask_written_in_place(runner: Any, tally: Tally) -> N
     step.batch.spec_info.custom_mask = ours.verify_mask.buffer
     assert_close(graph_forward(ours, layer, step), want)
     assert ran(tally) == 2
+
+
+@pytest.mark.parametrize("tokens", [3, 9])  # a request, fewer and more than a tree has nodes
+@pytest.mark.parametrize("full", [True, False], ids=["full mask", "tree only"])
+def test_a_replay_after_a_prefill_takes_its_own_tree(runner: Any, tally: Tally, tokens: int, full: bool) -> None:
+    ours, stock = backends(runner)
+    prefill = prefill_batch(runner, tokens)
+    step, layer = harness.make_step(runner, (11, 3, 8, 0), NODES, 5), harness.make_layer()
+    want = harness.eager(stock, layer, step)
+    graphs = VerifyGraphs(runner, ours, lambda batch: layer(step.q, step.k, step.v, batch), nodes=NODES, sizes=[4])
+    with harness.active(ours):
+        ours.init_forward_metadata(prefill)
+    if not full:
+        step.batch.spec_info.custom_mask = torch.stack(step.trees).flatten()
+    assert_close(graphs(step.batch), want)
+    assert tally.ran["verify"] == 1
+    assert not tally.left
+
+
+def prefill_batch(runner: Any, tokens: int) -> Any:
+    """SGLang's batch of two requests that each prefill ``tokens`` tokens behind six."""
+    batch = harness.make_step(runner, (6 + tokens, 6 + tokens), tokens).batch
+    batch.forward_mode, batch.spec_info = ForwardMode.EXTEND, None
+    batch.extend_prefix_lens, batch.extend_seq_lens = torch.full((2,), 6), torch.full((2,), tokens)
+    batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = [6, 6], [tokens, tokens]
+    runner.kv_index_translator.bind_own_plan(batch)
+    return batch
 
 
 def test_graph_buffers_are_sized_by_the_batch(runner: Any) -> None:
@@ -318,6 +351,40 @@ def test_servers_that_stay_with_sglang(tally: Tally, server: dict[str, Any], rea
     ((kind, said),) = tally.left
     assert kind == "attention"
     assert reason in said
+
+
+def too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu: Any = SimpleNamespace(_device=SimpleNamespace(shared_bytes_per_block=49152))
+
+    def load(_: EmulatorBackend, pack: Pack, sources: Sequence[str], __: str) -> None:
+        for source in sources:
+            CudaBackend._require_shared(gpu, pack.where, pack.manifest.sources[source], "sm_120")
+
+    monkeypatch.setattr(EmulatorBackend, "load", load)
+
+
+def newer_kgen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(families()["verify_mla"]), "plan_version", 99)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (newer_kgen, "is for another kgen, which launches verify_mla differently, kgen "),
+        (too_little_shared_memory, " B of shared memory a block, this GPU has 49152 B; tune and emit a pack for this"),
+    ],
+)
+def test_a_pack_that_this_server_cannot_run(
+    runner: Any, tally: Tally, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[pytest.MonkeyPatch], None], reason: str
+) -> None:
+    spoil(monkeypatch)
+    ours, stock = backends(runner)
+    ((kind, said),) = tally.left
+    assert kind == "attention"
+    assert reason in said
+    step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+    assert torch.equal(harness.eager(ours, layer, step), harness.eager(stock, layer, step))
+    assert ran(tally) == 0
 
 
 def test_a_server_that_stays_with_sglang_verifies_as_before(tally: Tally) -> None:
