@@ -55,7 +55,7 @@ def described_machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "stood_in_for": STOOD_IN,
-        "packs": [described(checked_pack(family), "") for family in ("verify_mla", "kv_defrag")],
+        "packs": [described(checked_pack(family)) for family in ("verify_mla", "kv_defrag")],
         "tolerances": {"kgen against stock": PAIR_TOLERANCE, "kgen against float64": REFERENCE_TOLERANCE},
     }
 

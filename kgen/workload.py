@@ -39,6 +39,8 @@ def read_capture(path: Path, family: str) -> Counter[Shape]:
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
+                if not line.endswith("\n"):  # a server is writing it, or was stopped
+                    break
                 record = _record(line, f"{path}:{number}")
                 if record["family"] == family:
                     shapes[_shape(record, f"{path}:{number}")] += 1
@@ -61,10 +63,10 @@ def _record(line: str, where: str) -> Mapping[str, Any]:
 
 def _shape(record: Mapping[str, Any], where: str) -> Shape:
     layout, batch, nodes, prefixes = (record.get(name) for name in ("layout", "batch", "nodes", "prefixes"))
-    whole = isinstance(prefixes, list) and prefixes and all(isinstance(value, int) for value in prefixes)
-    if not (isinstance(layout, str) and isinstance(batch, int) and isinstance(nodes, int) and whole):
+    numbers: list[Any] = [batch, nodes, *prefixes] if isinstance(prefixes, list) and prefixes else [None]
+    if not isinstance(layout, str) or not all(type(value) is int and value >= 0 for value in numbers):
         raise InputError(where, "lacks a layout, batch, nodes or prefixes", seen=str(dict(record))[:80])
-    assert isinstance(prefixes, list)
+    batch, nodes, *prefixes = numbers
     mean = round(sum(prefixes) / len(prefixes))
     return Shape(layout, (("batch", batch), ("nodes", nodes), ("prefix", mean)))
 

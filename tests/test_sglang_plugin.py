@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import shutil
@@ -15,13 +16,14 @@ import pytest
 import torch
 from packs import invented_pack
 
-from kgen.errors import PackError
+from kgen.errors import InputError, PackError
 from kgen.resources import GENERATED
 from kgen.sglang import plugin
 from kgen.sglang.agreement import check_agreement, described
 from kgen.sglang.capture import WorkloadCapture
 from kgen.sglang.metrics import MOST_REASONS, Metrics
 from kgen.sglang.tally import Tally
+from kgen.workload import read_capture
 
 PACK = GENERATED / "pack" / "verify_mla"
 
@@ -121,11 +123,12 @@ def test_reasons_beyond_the_most_share_a_series() -> None:
 
 
 def test_ranks_with_different_packs_are_refused() -> None:
-    one = described(invented_pack(), "")
-    assert one.startswith("pack ")
+    one, stock = (described(invented_pack()), ""), ("SGLang's kernels", "old")
+    assert one[0].startswith("pack ")
     check_agreement([one, one])
+    check_agreement([stock, ("SGLang's kernels", "no head layout in another folder")])
     with pytest.raises(PackError, match=r"rank 0: pack [0-9a-f]{16} of verify_mla; rank 1: SGLang's kernels \(old\)"):
-        check_agreement([one, described(invented_pack(), "old")])
+        check_agreement([one, stock])
 
 
 def batch(*prefixes: int, on_host: bool = True) -> SimpleNamespace:
@@ -145,6 +148,39 @@ def test_a_capture_holds_shapes_and_is_bounded(tmp_path: Path, monkeypatch: pyte
         {"family": "verify_mla", "layout": "h8_p1", "batch": 2, "nodes": 16, "prefixes": [100, 7]},
         {"family": "verify_mla", "layout": "h8_p1", "batch": 1, "nodes": 8, "prefixes": [5]},
     ]
+
+
+def test_a_capture_goes_on_where_it_was_cut_off_and_its_bound_is_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    WorkloadCapture(path, "h8_p1", 3).note(batch(1), 1, 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:20])
+    assert sum(read_capture(path, "verify_mla").values()) == 1
+    for _ in range(3):
+        WorkloadCapture(path, "h8_p1", 3).note(batch(1), 1, 2)
+    assert path.read_bytes() == whole * 3
+
+
+@pytest.mark.parametrize("value", ["100k", "-1", "0", "1.5"])
+def test_a_number_that_is_none_is_named(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KGEN_CAPTURE", "capture.jsonl")
+    monkeypatch.setenv("KGEN_CAPTURE_LINES", value)
+    with pytest.raises(InputError, match=f"^KGEN_CAPTURE_LINES: must be a positive whole number, '{value}'"):
+        WorkloadCapture.from_environment("h8_p1")
+
+
+def test_every_name_of_sglang_is_checked_for() -> None:
+    """What the plug-in imports, looked for before it registers anything."""
+    folder = Path(plugin.__file__).parent
+    used = {
+        (node.module, name.name)
+        for file in folder.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang")
+        for name in node.names
+    }
+    checked = {(module, item.split(".")[0]) for module, items in plugin.NEEDED.items() for item in items}
+    assert {pair for pair in used if pair[1] != "ATTENTION_BACKEND_CHOICES"} <= checked
 
 
 def test_a_capture_that_cannot_be_written_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -35,6 +35,8 @@ def test_a_capture_is_counted_by_shape(tmp_path: Path) -> None:
     [
         ("not json\n", r"capture.jsonl:1: is no record of a captured shape, not json"),
         (line() + '{"family": "verify_mla", "layout": "h8_p1"}\n', r"capture.jsonl:2: lacks a layout, batch"),
+        (line(prefixes=(-7,)), r"capture.jsonl:1: lacks a layout, batch, nodes or prefixes"),
+        (line(prefixes=(True,)), r"capture.jsonl:1: lacks a layout, batch, nodes or prefixes"),
         ("", "holds no shapes of verify_mla"),
     ],
 )

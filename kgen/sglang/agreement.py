@@ -24,21 +24,21 @@ def refuse_other_packs(pack: Pack, reason: str) -> None:
     group = get_tp_group()
     if group.world_size == 1:
         return
-    gathered: list[str] = [""] * group.world_size
-    torch.distributed.all_gather_object(gathered, described(pack, reason), group=group.cpu_group)
+    gathered: list[tuple[str, str]] = [("", "")] * group.world_size
+    mine = ("SGLang's kernels", reason) if reason else (described(pack), "")
+    torch.distributed.all_gather_object(gathered, mine, group=group.cpu_group)
     check_agreement(gathered)
 
 
-def described(pack: Pack, reason: str) -> str:
-    """What a rank runs: the digest of its pack's manifest, which covers every file, or why it runs nothing."""
-    digest = hashlib.sha256(encode(pack.manifest)).hexdigest()
-    return f"SGLang's kernels ({reason})" if reason else f"pack {digest[:16]} of {pack.manifest.family}"
+def described(pack: Pack) -> str:
+    """A pack by the digest of its manifest, which covers every file."""
+    return f"pack {hashlib.sha256(encode(pack.manifest)).hexdigest()[:16]} of {pack.manifest.family}"
 
 
-def check_agreement(ranks: Sequence[str]) -> None:
-    """Raises PackError that names what each rank runs, unless all run the same."""
-    if len(set(ranks)) > 1:
-        seen = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(ranks))
+def check_agreement(ranks: Sequence[tuple[str, str]]) -> None:
+    """Raises PackError that names what each rank runs, and why, unless all run the same; reasons may differ."""
+    if len({runs for runs, _ in ranks}) > 1:
+        seen = "; ".join(f"rank {rank}: {runs}{why and f' ({why})'}" for rank, (runs, why) in enumerate(ranks))
         raise PackError(
             "kgen", "ranks differ in the kernels they would run", seen=seen, remedy="give all the same pack"
         )

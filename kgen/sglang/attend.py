@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from kgen.errors import InputError, LayoutMissingError
 from kgen.runtime import Pack, PreparedCall, prepare
+from kgen.sglang.environment import positive_number
 
 PREFIX_VARIABLE = "KGEN_EXPECTED_PREFIX"
 DEFAULT_PREFIX = 16384
@@ -32,6 +32,7 @@ class VerifyAttention:
         device: Any,
     ) -> None:
         self.shape = heads, latent + rope, latent
+        self._prefix = positive_number(PREFIX_VARIABLE, DEFAULT_PREFIX)
         self.batch, self.nodes = capacity["batch"], capacity["nodes"]
         layout: dict[str, int | str] = {"heads": heads, "latent": latent, "rope": rope, "dtype": "bf16"}
         self._call = self._prepare(pack, {**layout, "page_size": page_size}, capacity, device)
@@ -69,16 +70,15 @@ class VerifyAttention:
         """How the latest call was matched: exact, bucket or default."""
         return self._call.last.how
 
+    def expected_prefix(self, forward_batch: Any) -> int:
+        """The prefix that a variant is chosen for, from the host alone: the batch's mean, or $KGEN_EXPECTED_PREFIX.
 
-def expected_prefix(forward_batch: Any) -> int:
-    """The prefix that a variant is chosen for, from the host alone: the batch's mean, or $KGEN_EXPECTED_PREFIX.
+        A captured graph is made before there is traffic, with prefixes of 1, and keeps its variant: it gets the latter.
+        """
+        import torch
 
-    A captured graph is made before there is traffic, with prefixes of 1, and keeps its variant: it gets the latter.
-    """
-    import torch
-
-    on_gpu = forward_batch.seq_lens.is_cuda
-    total = None if on_gpu and torch.cuda.is_current_stream_capturing() else forward_batch.seq_lens_sum
-    if total is None:
-        return int(os.environ.get(PREFIX_VARIABLE) or DEFAULT_PREFIX)
-    return max(1, int(total) // max(1, int(forward_batch.batch_size)))
+        on_gpu = forward_batch.seq_lens.is_cuda
+        total = None if on_gpu and torch.cuda.is_current_stream_capturing() else forward_batch.seq_lens_sum
+        if total is None:
+            return self._prefix
+        return max(1, int(total) // max(1, int(forward_batch.batch_size)))

@@ -16,12 +16,13 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from kgen.errors import KgenError, TensorError
 from kgen.runtime import Pack, mask_words
 from kgen.sglang.agreement import refuse_other_packs
-from kgen.sglang.attend import VerifyAttention, expected_prefix
+from kgen.sglang.attend import VerifyAttention
 from kgen.sglang.capture import WorkloadCapture
 from kgen.sglang.metrics import metrics_of_server
 from kgen.sglang.tally import VERIFY, Answers, Tally
@@ -43,13 +44,12 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         self._answers = Answers(tally)
         self._tree_mask: Any = None  # of this forward: int32 [tokens, words], or None for a chain
         self._full_mask: Any = None  # of this forward, for calls that go to SGLang
-        self._of_layers: dict[int, str] = {}  # why a layer's verify is SGLang's, by layer_id
         self._attention: VerifyAttention | None = None
         reason = self._unsuitable(model_runner)
         if not reason:
             try:
                 self._attention = self._prepare(model_runner, pack)
-            except KgenError as error:
+            except (KgenError, torch.OutOfMemoryError) as error:
                 reason = str(error)
         if reason:
             tally.left_to_sglang(KIND, reason)
@@ -70,6 +70,8 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             "decode context parallelism": self.dcp_size > 1,
             "sliding window": (self.sliding_window_size or 0) > 0 or self.use_sliding_window_kv_pool,
             "diffusion model": self.dllm_attention is not None,
+            # It cuts masks by the layout over the prefix, which this backend does not ask for.
+            "two-batch overlap": get_exec().overlap.enable_two_batch_overlap,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -133,7 +135,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             self._answers.begin()
             mask = forward_batch.spec_info.custom_mask
             if mask is not None and self._attention_fits(forward_batch):
-                self._take_tree(mask, forward_batch, forward_batch.batch_size)
+                self._take_tree(mask, forward_batch)
                 self._pack(forward_batch)
             self._note_forward(forward_batch)
 
@@ -150,7 +152,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             rows = self._tree[: forward_batch.batch_size * nodes * nodes].view(-1, nodes, nodes)
             rows.copy_(self._chain[:nodes, :nodes].expand_as(rows))
         else:
-            self._take_tree(mask, forward_batch, self._requests(forward_batch))
+            self._take_tree(mask, forward_batch)
         if in_capture:
             self._answers.begin(graph=forward_batch.batch_size)
         else:
@@ -159,6 +161,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         super().init_forward_metadata_in_graph(forward_batch)
+        self._full_mask = None  # a graph has to make its own, whatever a run before it made
         if self._is_ours(forward_batch) and self._attention_fits(forward_batch):
             self._pack(forward_batch)
 
@@ -179,16 +182,23 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         tokens, batch = getattr(forward_batch.spec_info, "draft_token", None), int(forward_batch.batch_size)
         return batch if tokens is None else min(batch, tokens.numel() // self._nodes(forward_batch))
 
-    def _take_tree(self, mask: Any, forward_batch: Any, batch: int) -> None:
+    def _take_tree(self, mask: Any, forward_batch: Any) -> None:
         """Bring the tree part of a mask, in either layout, to the front of the buffer."""
         if mask.data_ptr() == self._tree.data_ptr():  # SGLang wrote it in place
             return
-        nodes = self._nodes(forward_batch)
-        cells = batch * nodes * nodes
-        if mask.numel() == cells:  # also a full mask over empty prefixes, which is the same
-            self._tree[:cells].copy_(mask.view(-1))
+        batch, nodes = self._requests(forward_batch), self._nodes(forward_batch)
+        if self._has_tree_only(mask, forward_batch):
+            self._tree[: mask.numel()].copy_(mask.view(-1))
         else:
             copy_tree_part(mask.view(-1), self.mask_indptr, self.kv_indptr, self._tree, batch=batch, nodes=nodes)
+
+    def _has_tree_only(self, mask: Any, forward_batch: Any) -> bool:
+        """Whether a mask has no cells over prefixes; one over empty prefixes is the same in both layouts.
+
+        Padding has no cells in either, so a batch's padded size says nothing.
+        """
+        nodes = self._nodes(forward_batch)
+        return bool(mask.numel() <= self._requests(forward_batch) * nodes * nodes)
 
     def _pack(self, forward_batch: Any) -> None:
         nodes = self._nodes(forward_batch)
@@ -225,7 +235,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             try:
                 return self._attend(q, k, layer, forward_batch)
             except TensorError as error:  # before anything was launched
-                reason = str(error)
+                reason = f"{error.where} {error.wrong}"
         self.tally.left_to_sglang(KIND, reason)
         with_mask = forward_batch.forward_mode.is_target_verify()
         kept = self.forward_metadata
@@ -248,12 +258,10 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         given = [name for name, value in extras.items() if value is not None]
         if given:
             return given[0]
-        if layer.layer_id not in self._of_layers:
-            self._of_layers[layer.layer_id] = self._unsuitable_layer(layer)
-        return self._of_layers[layer.layer_id]
+        return self._unsuitable_layer(layer)
 
     def _unsuitable_layer(self, layer: Any) -> str:
-        """Why a layer's verify is none for kgen, or nothing; it stays so."""
+        """Why a layer's verify is none for kgen, or nothing."""
         assert self._attention is not None
         shape = layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim, layer.tp_k_head_num
         reasons = {
@@ -287,7 +295,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             out=out.view(-1, heads, latent)[:tokens],
             scale=layer.scaling,
             nodes=metadata.max_extend_len,
-            hint={"prefix": expected_prefix(forward_batch)},
+            hint={"prefix": self._attention.expected_prefix(forward_batch)},
         )
         self.tally.did(KIND)
         self.tally.did(KIND, self._attention.how)
@@ -301,14 +309,14 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         if mask is None:
             return None
         in_place = mask.data_ptr() == self._tree.data_ptr()
-        cells = batch * nodes * nodes
-        if not in_place and mask.numel() != cells:
+        if not in_place and not self._has_tree_only(mask, forward_batch):
             return mask
         if self._full_mask is None:
+            trees = batch if in_place else mask.numel() // (nodes * nodes)
             column = torch.arange(nodes, device=mask.device)
-            prefix = (metadata.kv_indptr[1:] - metadata.kv_indptr[:-1]).long()[:batch, None, None]
-            start = metadata.mask_indptr[:batch, None, None] + column[:, None] * (prefix + nodes) + prefix
+            prefix = (metadata.kv_indptr[1:] - metadata.kv_indptr[:-1]).long()[:trees, None, None]
+            start = metadata.mask_indptr[:trees, None, None] + column[:, None] * (prefix + nodes) + prefix
             size = batch * nodes * (self.max_context_len + nodes)
             self._full_mask = torch.empty(size, dtype=mask.dtype, device=mask.device)
-            self._full_mask[start + column] = mask[:cells].view(batch, nodes, nodes)
+            self._full_mask[start + column] = mask.view(-1)[: trees * nodes * nodes].view(trees, nodes, nodes)
         return self._full_mask

@@ -9,6 +9,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from kgen.sglang.environment import positive_number
+
 CAPTURE_VARIABLE = "KGEN_CAPTURE"
 LINES_VARIABLE = "KGEN_CAPTURE_LINES"
 DEFAULT_LINES = 100_000
@@ -19,21 +21,23 @@ logger = logging.getLogger("kgen.sglang")
 
 
 class WorkloadCapture:
-    """Appends one line a verify forward to ``path``, at most ``most_lines`` of them; off without a path."""
+    """Appends one line a verify forward to ``path``, until it has ``most_lines``; off without a path."""
 
     def __init__(self, path: Path | None, layout: str, most_lines: int = DEFAULT_LINES) -> None:
-        self._path, self._layout, self._left = path, layout, most_lines
+        self._path, self._layout = path, layout
+        self._left = most_lines - _whole_lines(path)
         self._pending: deque[tuple[Any, Any, int]] = deque()
 
     @classmethod
     def from_environment(cls, layout: str) -> WorkloadCapture:
-        """As $KGEN_CAPTURE and $KGEN_CAPTURE_LINES say, on rank 0 only."""
+        """As $KGEN_CAPTURE and $KGEN_CAPTURE_LINES say, on rank 0 only. Raises InputError."""
         import torch
 
         named = os.environ.get(CAPTURE_VARIABLE)
         first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        lines = int(os.environ.get(LINES_VARIABLE) or DEFAULT_LINES)
-        return cls(Path(named) if named and first else None, layout, lines)
+        if not named or not first:
+            return cls(None, layout)
+        return cls(Path(named), layout, positive_number(LINES_VARIABLE, DEFAULT_LINES))
 
     def note(self, forward_batch: Any, requests: int, nodes: int) -> None:
         """Record the first ``requests`` of a forward; the others are padding.
@@ -66,13 +70,23 @@ class WorkloadCapture:
             "prefixes": prefixes,
         }
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            with self._path.open("ab", buffering=0) as file:  # one write a line: a reader sees all of it or nothing
+                file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:
             logger.warning("kgen stops capturing the workload: %s", error)
             self._left = 0
             return
         self._left -= 1
+
+
+def _whole_lines(path: Path | None) -> int:
+    """Lines that a capture already has; the rest of one that was cut off is taken away."""
+    if path is None or not path.is_file():
+        return 0
+    data = path.read_bytes()
+    if not data.endswith(b"\n") and data:
+        os.truncate(path, data.rfind(b"\n") + 1)
+    return data.count(b"\n")
 
 
 def _copied_aside(lengths: Any) -> tuple[Any, Any]:

@@ -50,7 +50,7 @@ class KvMoves:
         try:
             mover.call(layer_ptrs=mover.table, src_slots=src_loc.reshape(-1), dst_slots=tgt_loc.reshape(-1))
         except KgenError as error:  # found before anything is launched
-            self._tally.left_to_sglang(KV_MOVE, str(error))
+            self._tally.left_to_sglang(KV_MOVE, f"{error.where} {error.wrong}")
             return original(pool, tgt_loc, src_loc)
         self._tally.did(KV_MOVE)
         return None
@@ -64,10 +64,14 @@ class KvMoves:
             return known
         if _is_capturing(tgt_loc):
             return "the first move of a pool is inside a graph capture"
+        import torch
+
         try:
             self._movers[pool] = PoolMover(self._pack, pool.kv_buffer)
         except KgenError as error:
             self._movers[pool] = str(error)
+        except torch.OutOfMemoryError:
+            self._movers[pool] = "no memory for the workspace"
         return self._movers[pool]
 
 

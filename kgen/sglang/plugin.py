@@ -30,9 +30,12 @@ NEEDED = {
         "TritonAttnBackend._target_verify_num_tokens_per_req",
         "TritonAttnBackend._set_kv_buffer",
     ),
+    "sglang.srt.runtime_context": ("get_context", "get_exec", "get_observability"),
+    "sglang.srt.layers.radix_attention": ("AttentionType",),
+    "sglang.srt.distributed": ("get_tp_group",),
     "sglang.srt.arg_groups.choices": ("add_attention_backend_choices",),
     "sglang.srt.speculative.eagle_utils": ("TreeMaskMode",),
-    "sglang.srt.mem_cache.memory_pool": ("KVWriteLoc", "MLATokenToKVPool"),
+    "sglang.srt.mem_cache.memory_pool": ("KVWriteLoc.for_batch", "MLATokenToKVPool.move_kv_cache"),
 }
 """What is used of SGLang; a release that lacks any of it is too old, or too new, for this plug-in."""
 

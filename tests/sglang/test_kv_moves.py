@@ -10,6 +10,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
+from kgen.sglang import kv_moves
 from kgen.sglang.kv_moves import MOST_ROWS, KvMoves
 from kgen.sglang.plugin import checked_pack
 from kgen.sglang.tally import Tally
@@ -86,6 +87,22 @@ def test_rows_that_the_pack_lacks_and_long_lists_go_to_sglang() -> None:
     moves(ORIGINAL, filled_pool(torch.bfloat16), many, many)
     assert tally.left["a KV move", f"more than {MOST_ROWS} rows"] == 1
     assert tally.ran["a KV move"] == 0
+
+
+def test_a_pool_without_memory_for_the_workspace_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves, tally = hook()
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(kv_moves, "prepare", full)
+    ours, theirs = filled_pool(torch.bfloat16), filled_pool(torch.bfloat16)
+    slots = torch.tensor([5]), torch.tensor([6])
+    for _ in range(2):
+        moves(ORIGINAL, ours, *slots)
+        ORIGINAL(theirs, *slots)
+    assert torch.equal(contents(ours), contents(theirs))
+    assert tally.left == {("a KV move", "no memory for the workspace"): 2}
 
 
 def test_nothing_to_move() -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_exec
 from sglang_graphs import VerifyGraphs
 
 from kgen.family import families
@@ -293,11 +295,106 @@ def test_calls_that_go_to_sglang(runner: Any, tally: Tally, reason: str) -> None
     assert ran(tally) == 0
 
 
-def test_a_layer_of_another_shape_goes_to_sglang(runner: Any) -> None:
+@pytest.mark.parametrize(
+    ("made", "changed", "reason"),
+    [
+        ({}, {}, ""),
+        ({"head_dim": 192, "v_head_dim": 128}, {}, "head layout (8, 192, 128, 1)"),
+        ({"logit_cap": 30.0}, {}, "logit cap"),
+        ({}, {"k_scale": torch.tensor(2.0)}, "scaled K"),
+        ({}, {"sliding_window_size": 128}, "sliding window layer"),
+        ({}, {"is_cross_attention": True}, "not causal self-attention"),
+        ({}, {"attn_type": AttentionType.ENCODER_ONLY}, "not causal self-attention"),
+        ({}, {"xai_temperature_len": 1024}, "temperature by length"),
+    ],
+)
+def test_layers_that_go_to_sglang(runner: Any, made: dict[str, Any], changed: dict[str, Any], reason: str) -> None:
     ours, _ = backends(runner)
-    assert ours._unsuitable_layer(harness.make_layer()) == ""
-    other = harness.make_layer(head_dim=192, v_head_dim=128)
-    assert ours._unsuitable_layer(other) == "head layout (8, 192, 128, 1)"
+    layer = harness.make_layer(**made)
+    for name, value in changed.items():
+        setattr(layer, name, value)
+    assert ours._unsuitable_layer(layer) == reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, ""),
+        ({"use_mla": False}, "the model has no MLA"),
+        ({"is_draft_runner": True}, "this is a draft model"),
+        ({"skip_prefill": True}, "this is a draft model"),
+        ({"dcp_size": 2}, "decode context parallelism"),
+        ({"sliding_window_size": 128}, "sliding window"),
+        ({"use_sliding_window_kv_pool": True}, "sliding window"),
+        ({"dllm_attention": object()}, "diffusion model"),
+    ],
+)
+def test_models_that_go_to_sglang(runner: Any, changed: dict[str, Any], reason: str) -> None:
+    ours, _ = backends(runner)
+    for name, value in changed.items():
+        setattr(ours, name, value)
+    assert ours._unsuitable(runner) == reason
+
+
+def test_more_requests_than_were_prepared_go_to_sglang(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+    ours._attention.batch = len(PREFIXES) - 1
+    assert torch.equal(harness.eager(ours, layer, step), harness.eager(stock, layer, step))
+    assert tally.left == {("attention", f"more than 2 requests or {NODES} nodes"): 1}
+
+
+def test_two_layers_of_one_number_are_told_apart(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    step, capped = harness.make_step(runner, PREFIXES, NODES), harness.make_layer(logit_cap=1.0)
+    harness.eager(ours, harness.make_layer(), step)
+    assert torch.equal(harness.eager(ours, capped, step), harness.eager(stock, capped, step))
+    assert ran(tally) == 1
+
+
+def test_a_tensor_that_is_refused_gives_one_reason_wherever_it_lies(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
+    want, kept = harness.eager(stock, layer, step), []
+    for shift in range(3):
+        memory = torch.zeros(step.q.numel() + 64 * shift + 1, dtype=step.q.dtype)
+        q = memory[1 : 1 + step.q.numel()].view_as(step.q).copy_(step.q)
+        kept.append(memory)
+        assert torch.equal(harness.eager(ours, layer, step, q=q), want)
+    ((_, reason),) = tally.left
+    assert reason.startswith("q ")
+
+
+@pytest.mark.parametrize("prefixes", [(5, 20), (NODES,)])
+@pytest.mark.parametrize("full", [False, True])
+def test_an_eager_batch_may_be_padded(runner: Any, tally: Tally, prefixes: Sequence[int], full: bool) -> None:
+    """Masks are of the requests that are there. One of these covers as many cells as a tree-only mask of all rows."""
+    ours, stock = backends(runner)
+    layer, rows = harness.make_layer(), len(prefixes) * NODES
+    want = harness.eager(stock, layer, harness.make_step(runner, prefixes, NODES, 3))
+    step = harness.make_step(runner, prefixes, NODES, 3, padded=1)
+    if not full:
+        step.batch.spec_info.custom_mask = torch.stack(step.trees[: len(prefixes)]).flatten()
+    assert_close(harness.eager(ours, layer, step)[:rows], want)
+    assert ran(tally) == 1
+    capped = harness.make_layer(logit_cap=30.0)
+    alone = harness.make_step(runner, prefixes, NODES, 3)
+    assert torch.equal(harness.eager(ours, capped, step)[:rows], harness.eager(stock, capped, alone))
+
+
+def test_a_graph_makes_its_own_mask_for_a_layer_of_sglang(runner: Any) -> None:
+    """A warm-up that was not recorded leaves nothing that the recorded run reads."""
+    ours, _ = backends(runner)
+    layer, step = harness.make_layer(logit_cap=30.0), harness.make_step(runner, (1, 1, 1), NODES)
+    ours.init_cuda_graph_state(max_bs=3, max_num_tokens=3 * NODES)
+    masks = []
+    with harness.active(ours):
+        ours.init_forward_metadata_out_graph(step.batch, in_capture=True)
+        for _ in range(3):
+            ours.init_forward_metadata_in_graph(step.batch)
+            layer(step.q, step.k, step.v, step.batch)
+            masks.append(ours._full_mask)
+    assert len({id(mask) for mask in masks}) == 3
 
 
 def test_a_layer_for_sglang_inside_a_graph(runner: Any, tally: Tally) -> None:
@@ -351,6 +448,13 @@ def test_servers_that_stay_with_sglang(tally: Tally, server: dict[str, Any], rea
     ((kind, said),) = tally.left
     assert kind == "attention"
     assert reason in said
+
+
+def test_a_server_of_overlapping_batches_stays_with_sglang(tally: Tally) -> None:
+    tally.left.clear()
+    with harness.serving(nodes=NODES) as runner, get_exec().overlap.override(enable_two_batch_overlap=True):
+        assert backends(runner)[0]._attention is None
+    assert tally.left == {("attention", "two-batch overlap"): 1}
 
 
 def too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
