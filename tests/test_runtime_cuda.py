@@ -137,7 +137,7 @@ import sys
 sys.modules.update(dict.fromkeys({blocked!r}))
 import kgen.runtime
 pack = kgen.runtime.load_pack({folder!r})
-dispatcher = kgen.runtime.Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where)
+dispatcher = pack.dispatcher()
 table = dispatcher.table(dispatcher.target((12, 1), 48), "h8_p1")
 print(table.lookup({{"batch": 4, "nodes": 8, "prefix": 4096}}).how)
 {more}

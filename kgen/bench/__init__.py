@@ -11,7 +11,6 @@ from kgen.errors import DeviceError
 from kgen.measure import DeviceEvaluator
 from kgen.measure.job import Job, JobResult
 from kgen.model import floor_us
-from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.manifest import cubin_path
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def time_calls(
 
     Raises DeviceError where a kernel is wrong or does not run.
     """
-    dispatcher = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where)
+    dispatcher = pack.dispatcher()
     named = dispatcher.target(target.compute_capability, evaluator.fingerprint.sms)
     for name, point in calls:
         table = dispatcher.table(named, name)

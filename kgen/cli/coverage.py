@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kgen.cli.console import JsonFlag, write_json, write_table
-from kgen.cli.options import DEFAULT_TARGET, shipped_pack
-from kgen.errors import InputError
+from kgen.cli.options import DEFAULT_TARGET, AskedPackFlag, AskedTargetFlag, shipped_pack
+from kgen.errors import InputError, LayoutMissingError
 
 if TYPE_CHECKING:
-    from kgen.runtime.dispatch import Match
-    from kgen.runtime.pack_reader import Pack
+    from kgen.runtime.dispatch import Dispatcher, Match
     from kgen.workload import Shape
 
 FAMILY = "verify_mla"
@@ -38,12 +37,8 @@ def coverage(
     context: Annotated[
         int, typer.Option("--context-length", min=1, metavar="N", help="Without --capture: the longest prefix.")
     ] = 65536,
-    target: Annotated[
-        str, typer.Option("--target", metavar="NAME", help="Target whose table is asked.")
-    ] = DEFAULT_TARGET,
-    pack: Annotated[
-        Path | None, typer.Option("--pack", metavar="DIR", help="Pack to ask. Default: the one that kgen ships.")
-    ] = None,
+    target: AskedTargetFlag = DEFAULT_TARGET,
+    pack: AskedPackFlag = None,
     most_default: Annotated[
         float | None,
         typer.Option(
@@ -79,7 +74,8 @@ def coverage(
         assert layout is not None
         shapes = Counter(reachable_shapes(layout, most_batch=batch, nodes=nodes, most_prefix=context))
     asked = load_pack(pack or shipped_pack(FAMILY))
-    answers = {shape: _answer(asked, target, shape) for shape in shapes}
+    dispatcher = asked.dispatcher()
+    answers = {shape: _answer(dispatcher, target, shape) for shape in shapes}
     shares = _shares(shapes, answers)
     if json:
         write_json({"pack": asked.where, "target": target, "shares_percent": shares, "shapes": _rows(shapes, answers)})
@@ -90,13 +86,10 @@ def coverage(
         raise typer.Exit(1)
 
 
-def _answer(pack: Pack, target: str, shape: Shape) -> Match | str:
+def _answer(dispatcher: Dispatcher, target: str, shape: Shape) -> Match | str:
     """How the pack matches a shape, or why it has no kernel for it."""
-    from kgen.errors import LayoutMissingError
-    from kgen.runtime.dispatch import Dispatcher
-
     try:
-        table = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where).table(target, shape.layout)
+        table = dispatcher.table(target, shape.layout)
     except LayoutMissingError:
         return f"no head layout {shape.layout}"
     return table.lookup(shape.as_point())

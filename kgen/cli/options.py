@@ -40,6 +40,10 @@ DatabaseFlag = Annotated[
     ),
 ]
 JobsFlag = Annotated[int, typer.Option("--jobs", min=1, max=1024, metavar="N", help="Compilers to run at once.")]
+AskedTargetFlag = Annotated[str, typer.Option("--target", metavar="NAME", help="Target whose table is asked.")]
+AskedPackFlag = Annotated[
+    Path | None, typer.Option("--pack", metavar="DIR", help="Pack to ask. Default: the one that kgen ships.")
+]
 BatchFlag = Annotated[int | None, typer.Option("--batch", min=1, metavar="N", help="Sequences in the batch.")]
 NodesFlag = Annotated[int | None, typer.Option("--nodes", min=1, metavar="N", help="Draft nodes a sequence.")]
 PrefixFlag = Annotated[int | None, typer.Option("--prefix", min=0, metavar="N", help="KV rows before the draft tree.")]

@@ -52,12 +52,11 @@ def from_spec(
 def from_pack(spec: Spec, path: Path, names: Sequence[str], target: str, device: str) -> Iterator[Subject]:
     """Every variant that the pack's tables name for these layouts, once a layout."""
     from kgen.pack.verify import packed_source
-    from kgen.runtime.dispatch import Dispatcher
     from kgen.runtime.pack_reader import load_pack
 
     pack = load_pack(path)
     pack.require_interface(spec.family.interface)
-    dispatcher = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where)
+    dispatcher = pack.dispatcher()
     if device == "cuda":
         target = dispatcher.target(*first_gpu())
     elif target not in pack.manifest.dispatch:

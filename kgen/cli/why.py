@@ -12,6 +12,8 @@ from kgen.cli.console import JsonFlag, write_json, write_table
 from kgen.cli.options import (
     DEFAULT_SPEC,
     DEFAULT_TARGET,
+    AskedPackFlag,
+    AskedTargetFlag,
     AtFlag,
     BatchFlag,
     LayoutFlag,
@@ -48,12 +50,8 @@ def why(
         typer.Option("--capture", metavar="FILE", help="Explain the shapes that a server captured (docs/sglang.md)."),
     ] = None,
     most: Annotated[int, typer.Option("--most", min=1, metavar="N", help="With --capture: shapes to explain.")] = 5,
-    target: Annotated[
-        str, typer.Option("--target", metavar="NAME", help="Target whose table is asked.")
-    ] = DEFAULT_TARGET,
-    pack: Annotated[
-        Path | None, typer.Option("--pack", metavar="DIR", help="Pack to ask. Default: the one that kgen ships.")
-    ] = None,
+    target: AskedTargetFlag = DEFAULT_TARGET,
+    pack: AskedPackFlag = None,
     db: Annotated[
         str | None, typer.Option("--db", metavar="URL", help="Ask a tuning database instead of a pack.")
     ] = None,
@@ -74,15 +72,13 @@ def why(
 
     The decision goes to stdout. Nothing is launched.
     """
-    from kgen.runtime.dispatch import Dispatcher
-
     asked = _pack_of(pack, db, spec, target)
     if capture is not None:
         if at or any(value is not None for value in (batch, nodes, prefix)):
             raise InputError("why", "has two questions", remedy="give either --capture FILE or the values of a point")
         _explain_capture(asked, target, capture, most, json=json)
         return
-    table = Dispatcher(asked.manifest.targets, asked.manifest.dispatch, asked.where).table(target, layout)
+    table = asked.dispatcher().table(target, layout)
     point = full_point(table.axes, {"batch": batch, "nodes": nodes, "prefix": prefix}, at or [])
     explanation = table.explain(point)
     if json:
@@ -100,15 +96,15 @@ def _decision(pack: Pack, explanation: Explanation, point: Mapping[str, int]) ->
 
 def _explain_capture(pack: Pack, target: str, capture: Path, most: int, *, json: bool) -> None:
     """The decision for each of the most frequent shapes, with how often it occurs."""
-    from kgen.runtime.dispatch import Dispatcher
     from kgen.workload import read_capture
 
     shapes = read_capture(capture, pack.manifest.family)
+    dispatcher = pack.dispatcher()
     decisions: list[dict[str, object]] = []
     for shape, count in shapes.most_common(most):
         share = f"{count} of {shapes.total()} calls ({100 * count / shapes.total():.1f} %)"
         try:
-            table = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where).table(target, shape.layout)
+            table = dispatcher.table(target, shape.layout)
         except LayoutMissingError as error:
             decisions.append({"count": count, "asked": shape.as_point(), "layout": shape.layout, "error": str(error)})
             if not json:

@@ -16,7 +16,6 @@ from kgen.pack.assemble import select
 from kgen.pack.writer import foreign_files
 from kgen.render import Source, render
 from kgen.resources import find_spec
-from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.manifest import Manifest, Value
 from kgen.runtime.pack_reader import Pack, load_pack
 from kgen.spec import Spec, load_spec
@@ -134,7 +133,7 @@ def _stale_sources(pack: Pack) -> list[str]:
 
 def _dispatch_again(pack: Pack) -> tuple[int, list[str]]:
     """Ask the pack for every tuned point: the answer must be exact and the recorded winner."""
-    dispatcher, count, problems = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where), 0, []
+    dispatcher, count, problems = pack.dispatcher(), 0, []
     for target, layouts in pack.manifest.dispatch.items():
         for name, packed in layouts.items():
             table = dispatcher.table(target, name)

@@ -15,7 +15,7 @@ from kgen.binding import Binding, Point
 from kgen.errors import DeviceError, InputError, PackError
 from kgen.resources import cache_dir as default_cache_dir
 from kgen.runtime.backends import Backend, CudaBackend, EmulatorBackend
-from kgen.runtime.dispatch import Dispatcher, Explanation, Match, Table, arch_capability
+from kgen.runtime.dispatch import Explanation, Match, Table, arch_capability
 from kgen.runtime.manifest import Value
 from kgen.runtime.pack_reader import Pack
 from kgen.runtime.regions import Region
@@ -180,7 +180,7 @@ def prepare(
     _check_capacity(described.axes, capacity)
     on = _device(torch, device)
     params_bytes = described.params.size_bytes
-    dispatcher = Dispatcher(pack.manifest.targets, pack.manifest.dispatch, pack.where)
+    dispatcher = pack.dispatcher()
     backend: Backend
     if on.type == "cpu":
         on = torch.device("cpu")  # tensors never say cpu:0

@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from kgen.errors import PackError
+from kgen.runtime.dispatch import Dispatcher
 from kgen.runtime.manifest import DIGEST_FILE, MANIFEST_FILE, Manifest, cubin_path, decode, source_path
 
 REBUILD = "emit the pack again, or copy it again from where it came"
@@ -38,6 +39,10 @@ class Pack:
     def cubin(self, source: str, arch: str) -> bytes:
         """The cubin of a source for an arch of the pack."""
         return self.files[cubin_path(arch, source)]
+
+    def dispatcher(self) -> Dispatcher:
+        """Its dispatch tables, with counts of misses of their own."""
+        return Dispatcher(self.manifest.targets, self.manifest.dispatch, self.where)
 
     def require_interface(self, interface: str) -> None:
         """PackError unless the kernels are launched as by the family of this `kgen.family.Family.interface`."""

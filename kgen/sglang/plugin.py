@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kgen.errors import KgenError
 from kgen.resources import GENERATED
-from kgen.runtime import Dispatcher, Pack, load_pack
+from kgen.runtime import Pack, load_pack
 
 if TYPE_CHECKING:
     from kgen.sglang.tally import Tally
@@ -101,8 +101,7 @@ def missing_from_machine(pack: Pack) -> str:
 
     if not torch.cuda.is_available():
         return "no CUDA GPU is usable"
-    manifest = pack.manifest
-    Dispatcher(manifest.targets, manifest.dispatch, pack.where).target(torch.cuda.get_device_capability())
+    pack.dispatcher().target(torch.cuda.get_device_capability())
     return ""
 
 
