@@ -226,7 +226,7 @@ class VerifyMla(Family):
     """The family; shapes and dtypes of its parameters are beside them."""
 
     name: ClassVar[str] = "verify_mla"
-    plan_version: ClassVar[int] = 3
+    plan_version: ClassVar[int] = 4
     template: ClassVar[str] = "verify_mla.cu.j2"
     params: ClassVar[ParameterStruct] = ParameterStruct(
         (
