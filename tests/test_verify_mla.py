@@ -23,7 +23,7 @@ from kgen.family import Array, Candidate, Case, Plan
 from kgen.render import render
 from kgen.resources import SPECS
 from kgen.spec import load_spec
-from kgen.validate import compare
+from kgen.validate import compare, validate_in_emulator
 from kgen.validate.launchers import Call, EmulatorLauncher
 
 SPEC = load_spec(SPECS / "verify_mla.yaml")
@@ -175,6 +175,38 @@ def left_and_told(name: str, batch: str, cache_dir: Path, **changes: int) -> tup
     return found, told
 
 
+def scheduled(items: list[Item], nodes: list[int], prefixes: list[int], tile_m: int, tile_n: int) -> Array:
+    """The nine words of each item, as the launch that makes a schedule must write them."""
+    words = []
+    for item in items:
+        first, last = (-(-key // tile_n) for key in (item.first_key, item.last_key))
+        row_tiles = -(-nodes[item.request] * HEADS // tile_m)
+        request = (
+            sum(nodes[: item.request]),
+            nodes[item.request],
+            sum(prefixes[: item.request]),
+            prefixes[item.request],
+        )
+        words.append((*request, item.first_row, first, last - first, item.splits, row_tiles))
+    return np.array(words, np.uint32)
+
+
+@pytest.mark.parametrize("name", ["default", "small"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_schedule_is_what_is_told(name: str, batch: str, cache_dir: Path) -> None:
+    candidate, (prefixes, nodes, sms) = FLASH[name], BATCHES[batch]
+    case = case_of(prefixes, nodes)
+    plan = plan_of(candidate, case, sms)
+    blocks, tile_m, tile_n = plan.launches[0].grid[0], int(candidate["tile_m"]), int(candidate["tile_n"])
+    assert plan.workspace_bytes["schedule"] == -(-blocks // 4) * 4 * 48
+    left = {"schedule": np.full((-(-blocks // 4) * 4, 12), 7, np.uint32)}
+    making = Plan(plan.shared_launches, plan.alone().workspace_bytes, plan.scalars)
+    found = run(candidate, case, making, FAMILY.make_inputs(LAYOUT, case, 0), cache_dir, **left)["schedule"]
+    items = dealt_by_plan(plan, candidate, HEADS, prefixes, nodes)
+    np.testing.assert_array_equal(found[: len(items), :9], scheduled(items, nodes, prefixes, tile_m, tile_n))
+    assert (found[len(items) :, 7] == 0).all(), "blocks that find nothing to do"
+
+
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": SPEC.tolerances["lse"].max_abs * LOG2_E, "equal_nan": True}
 
 
@@ -230,6 +262,32 @@ def test_there_is_a_block_for_every_item(requests: list[tuple[int, int]], slots:
     row_tiles = sum(-(-count * HEADS // tile_m) for count in nodes)
     assert len(items) <= max(slots, row_tiles)
     assert all(item.last_key > item.first_key for item in items)
+
+
+# --- Rows in e4m3 ----------------------------------------------------------------------------------------------------
+
+FP8: dict[str, Candidate] = {
+    "default": SPEC.default,  # 9 steps of 16 elements: the last fetch is half one
+    "two slices": {**SPEC.default, "k_split": 2, "tile_n": 32},
+    "small": {**SPEC.default, "tile_m": 16, "warps": 4, "row_groups": 1, "stages": 2, "tile_n": 64, "k_split": 2}
+    | {"key_split": 2, "gather": "cp_async", "refill": "eager"},
+    "oracle": SPEC.oracle,
+}
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("fields", [{}, {"latent": 256, "rope": 32, "heads": 3}], ids=["deepseek", "other"])
+def test_rows_in_e4m3(name: str, fields: dict[str, int], cache_dir: Path) -> None:
+    layout = {**SPEC.layout("h8_p1_e4m3"), **fields}
+    candidate = FP8[name] if not fields else {**FP8[name], "k_split": 2}
+    verdict = validate_in_emulator(
+        render(FAMILY, candidate, layout), FAMILY, candidate, layout, SPEC.tolerances,
+        toolchain=find_toolchain("emulator"), cache_dir=cache_dir, target_sms=188, resident_blocks=1, seeds=(0,),
+        cases=[case for case in FAMILY.cases(layout) if case.name in ("ragged", "pool_draft", "scaled", "many_splits")],
+    )  # fmt: skip
+    assert verdict.ok, verdict.reason
+    assert verdict.worst is not None
+    assert verdict.worst.relative_l2 < 3e-3
 
 
 # --- Numbers that are none -------------------------------------------------------------------------------------------
