@@ -180,6 +180,7 @@ class Family(ABC):
     ``plan_version`` is raised whenever `plan`, `kernels`, or what a parameter means changes, so that no kernel of a
     pack is launched in another way than it was made for. ``pointer_tables`` names pointer parameters that are tables
     (uint64) of the addresses of an array's leading-dimension slices; such an array need be no parameter itself.
+    ``known_names`` has, for each tunable that is a name, the names that the template knows; the others are integers.
     """
 
     name: ClassVar[str]
@@ -193,6 +194,7 @@ class Family(ABC):
     pointer_tables: ClassVar[Mapping[str, str]] = {}
     axes: ClassVar[tuple[str, ...]]
     constraints: ClassVar[tuple[Constraint, ...]]
+    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     plan_version: ClassVar[int] = 1
 
     @property

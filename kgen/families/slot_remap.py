@@ -88,6 +88,7 @@ class SlotRemap(Family):
     streamed: ClassVar[tuple[str, ...]] = ("req_to_token", "slot_list")
     outputs: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[tuple[str, ...]] = ("requests", "context", "entries")
+    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"algorithm": ("vector", "oracle")}
     constraints: ClassVar[tuple[Constraint, ...]] = (Constraint("registers fit", _registers_fit),)
     plan_version: ClassVar[int] = 2
 
