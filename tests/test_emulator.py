@@ -279,8 +279,8 @@ def test_collective_fault(load: Load, name: str, threads: int, kind: str, also: 
 # entry, kind, other kinds that some orders give, where, told
 HANDOFF = [
     ("early", "race", [], "writes", ["is written, and thread ", "reads it at"]),
-    # The second arrival stands for the writer's, now or in the next round.
-    ("twice", "deadlock", ["race"], None, ["32 of 64 threads arrived"]),
+    # In some orders the second arrival finds the next phase, and lets the writer go on too early.
+    ("twice", "barrier_misuse", ["race"], None, ["a warp arrives twice at a named barrier in one phase"]),
     (
         "nobody",
         "deadlock",
@@ -308,6 +308,18 @@ def test_arrival_fault(load: Load, bug: str, kind: str, also: list[str], where: 
     assert all(text in str(fault) for text in told), str(fault)
     if where is not None:
         assert fault.source_line == fault_line("arrivals", where), str(fault)
+
+
+@pytest.mark.parametrize("again", ["arrives", "waits"])
+def test_a_warp_that_arrives_twice_in_one_phase_is_told_so(load: Load, again: str) -> None:
+    for seed in SEEDS:
+        launch(load("arrivals"), "phases_right", threads=64, seed=seed, tiles=0)
+    fault = fault_of(
+        lambda seed: launch(load("arrivals"), f"phases_{again}", threads=64, seed=seed, tiles=0), "barrier_misuse"
+    )
+    assert "a warp arrives twice at a named barrier in one phase" in str(fault)
+    assert "barrier 1: 32 of 64 threads are there, warp 0's too" in str(fault)
+    assert fault.source_line == fault_line("arrivals", f"{again} again")
 
 
 def test_who_only_arrives_hands_over_what_it_wrote_and_read(load: Load) -> None:

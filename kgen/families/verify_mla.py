@@ -65,7 +65,6 @@ SCHEDULE_WARPS = 4  # of a block that makes a schedule, an item each
 MIN_SPLIT_ROWS = 32  # a shorter split costs more in the combine than it saves
 DISTINCT_VALUES = 1 << 22  # random numbers drawn for one array; a larger one repeats them
 SAMPLED_ROWS = 8  # of a request whose reference is sampled: gathering its keys takes as long as about so many
-KNOWN_NAMES = {"algorithm": ("flash",), "gather": ("bulk", "cp_async"), "refill": ("late", "eager")}
 GATHER_COST = {"bulk": 1.0, "cp_async": 1.3}  # 16-byte copies reach 1.3 to 1.7 times fewer bytes a clock (H200)
 REGISTER_SLACK = 20  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
 
@@ -204,10 +203,6 @@ def _tiles_divide(candidate: Candidate, layout: Layout, target: Target) -> bool:
     return not _is_flash(candidate) or Tiling(candidate, layout).divides()
 
 
-def _names_known(candidate: Candidate, layout: Layout, target: Target) -> bool:
-    return candidate["algorithm"] == "oracle" or all(candidate[name] in known for name, known in KNOWN_NAMES.items())
-
-
 def _shared_fits(candidate: Candidate, layout: Layout, target: Target) -> bool:
     if not _is_flash(candidate):
         return True
@@ -266,8 +261,12 @@ class VerifyMla(Family):
     streamed: ClassVar[tuple[str, ...]] = ("kv_pool",)  # q was just made, and all layers share lengths and indices
     outputs: ClassVar[tuple[str, ...]] = ("out", "lse")
     axes: ClassVar[tuple[str, ...]] = ("batch", "nodes", "prefix")
+    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "algorithm": ("flash", "oracle"),
+        "gather": ("bulk", "cp_async"),
+        "refill": ("late", "eager"),
+    }
     constraints: ClassVar[tuple[Constraint, ...]] = (
-        Constraint("algorithm, gather and refill are names that the template knows", _names_known),
         Constraint("tiles divide evenly among warps", _tiles_divide),
         Constraint("shared memory fits", _shared_fits),
         Constraint("registers fit", _registers_fit),
