@@ -562,7 +562,21 @@ def test_mma_of_f16_fragments(load: Load) -> None:
 
 
 def test_f16_rounding_of_edge_cases(load: Load) -> None:
-    edges = [65519.996, 65520, -65520, np.inf, np.nan, 2**-24, 2**-25, 2**-25 * 1.001, 3 * 2**-25, 6.1e-5, 2**-14, 0, -0.0]
+    least = 2**-24  # subnormal
+    edges = [
+        65519.996,
+        65520,
+        -65520,
+        np.inf,
+        np.nan,
+        least,
+        least / 2,
+        least * 0.501,
+        least * 1.5,
+        6.1e-5,
+        2**-14,
+        -0.0,
+    ]
     random = np.random.default_rng(0)
     drawn = random.standard_normal(2**12 - len(edges)) * 2.0 ** random.integers(-30, 18, 2**12 - len(edges))
     values = np.concatenate([edges, drawn]).astype(np.float32)
@@ -589,10 +603,13 @@ def test_every_e4m3_value(load: Load) -> None:
             buffer(name, array, writable=True)
             for name, array in (("pairs", pairs), ("floats", floats), ("swapped", swapped))
         ]
-        load("numerics").launch("e4m3_values", grid=(1, 1, 1), threads=32, shared_bytes=0, params=params, buffers=buffers)
+        load("numerics").launch(
+            "e4m3_values", grid=(1, 1, 1), threads=32, shared_bytes=0, params=params, buffers=buffers
+        )
         np.testing.assert_array_equal(floats, expected[first : first + 128])
         np.testing.assert_array_equal(pairs.view(np.float16), expected[first : first + 128])
-        np.testing.assert_array_equal(swapped.view(np.uint8), four.view(np.uint8).reshape(-1, 4)[:, [0, 2, 1, 3]].ravel())
+        in_order = four.view(np.uint8).reshape(-1, 4)
+        np.testing.assert_array_equal(swapped.view(np.uint8).reshape(-1, 4), in_order[:, [0, 2, 1, 3]])
 
 
 def test_bf16_rounding_of_edge_cases(load: Load) -> None:

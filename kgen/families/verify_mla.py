@@ -4,8 +4,8 @@ Row ``r`` of request ``b`` is node ``r // heads``, head ``r % heads``. Key ``j``
 ``kv_indices[kv_indptr[b] + j]`` for ``j < prefix`` and draft row ``j - prefix`` after it: a row of
 ``draft_kv``, or pool row ``draft_slots[...]``. Every node sees the whole prefix, and draft row ``i`` where
 bit ``i`` of its mask words is set (without a mask: ``i`` up to itself). K is the whole row of latent +
-rope elements times ``kv_scale``, V its first ``latent`` ones; the softmax scale is 1/sqrt(scale_dim). The rows' dtype is
-the layout's: bf16, or e4m3 without scales of its own.
+rope elements times ``kv_scale``, V its first ``latent`` ones; the softmax scale is 1/sqrt(scale_dim). The rows' dtype
+is the layout's: bf16, or e4m3 without scales of its own.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class VerifyMla(Family):
         (
             Parameter("q", "pointer"),  # bf16 [tokens, heads, head_dim]
             Parameter("kv_pool", "pointer"),  # the layout's dtype [slots, head_dim], rows kv_stride_bytes apart
-            Parameter("draft_kv", "pointer"),  # of the same dtype [tokens, head_dim], or null: draft rows are in the pool
+            Parameter("draft_kv", "pointer"),  # of that dtype [tokens, head_dim], or null: draft rows are in the pool
             Parameter("kv_indices", "pointer"),  # int32 or int64 [sum of prefixes]
             Parameter("kv_indptr", "pointer"),  # int32 or int64 [batch + 1], prefixes only
             Parameter("qo_indptr", "pointer"),  # int32 or int64 [batch + 1], nodes
