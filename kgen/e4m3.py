@@ -15,8 +15,8 @@ def _finite_values() -> Array:
     return np.where(exponent == 0, mantissa / 512, (8 + mantissa) / 8 * 2.0 ** (exponent - 7))
 
 
-_FINITE = _finite_values()
-_VALUES = np.concatenate([_FINITE, [np.nan], -_FINITE, [np.nan]])
+_VALUES = np.concatenate([_finite_values(), [np.nan], -_finite_values(), [np.nan]])
+_LARGEST, _LEAST_NORMAL = np.array([448, 2**-6], np.float32).view(np.uint32)
 
 
 def from_e4m3(array: Array) -> Array:
@@ -25,10 +25,9 @@ def from_e4m3(array: Array) -> Array:
 
 
 def to_e4m3(array: Array) -> Array:
-    """Floats to e4m3 bits (uint8), rounded to nearest even; what is larger becomes 448. NaN is not expected."""
-    magnitude = np.abs(array).astype(np.float64)
-    above = np.minimum(np.searchsorted(_FINITE, magnitude), 126)
-    below = np.maximum(above - 1, 0)
-    middle = (_FINITE[above] + _FINITE[below]) / 2
-    upward = (magnitude > middle) | ((magnitude == middle) & (above % 2 == 0))
-    return (np.where(upward, above, below) + np.where(np.signbit(array), 128, 0)).astype(np.uint8)
+    """float32 to e4m3 bits (uint8), rounded to nearest even; what is larger becomes 448. NaN is not expected."""
+    bits = array.astype(np.float32).view(np.uint32)
+    magnitude = np.minimum(bits & 0x7FFFFFFF, _LARGEST)
+    normal = ((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (120 << 3)  # the exponents' biases differ by 120
+    subnormal = np.rint(magnitude.view(np.float32) * 512).astype(np.uint32)
+    return (np.where(magnitude < _LEAST_NORMAL, subnormal, normal) | bits >> 24 & 0x80).astype(np.uint8)
