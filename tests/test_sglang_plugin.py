@@ -191,6 +191,57 @@ def test_a_capture_that_cannot_be_written_ends(tmp_path: Path, caplog: pytest.Lo
     assert record.getMessage().startswith("kgen stops capturing the workload")
 
 
+@pytest.mark.parametrize("room", [0, 10])
+def test_a_full_disk_ends_a_capture_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    path = tmp_path / "capture.jsonl"
+    capture = WorkloadCapture(path, "h8_p1")
+    capture.note(batch(1), 1, 2)
+    whole, file = path.read_bytes(), capture._file
+
+    def write(data: bytes) -> int:
+        if not room:
+            raise OSError(28, "No space left on device")
+        return file.write(data[:room])
+
+    monkeypatch.setattr(capture, "_file", SimpleNamespace(write=write, name=str(path)))
+    for _ in range(3):
+        capture.note(batch(1), 1, 2)
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage()
+    assert path.read_bytes()[: len(whole)] == whole
+    assert len(path.read_bytes()) == len(whole) + room
+
+
+FORK = """
+import os, sys, torch
+from pathlib import Path
+from types import SimpleNamespace
+from kgen.sglang.capture import WorkloadCapture
+path = Path(sys.argv[1])
+capture = WorkloadCapture(path, "h8_p1")
+def note(prefix):
+    capture.note(SimpleNamespace(seq_lens_cpu=torch.tensor([prefix])), 1, 2)
+note(1)
+child = os.fork()
+if child == 0:
+    note(2)
+    sys.exit()
+os.waitpid(child, 0)
+path.rename(sys.argv[2])
+note(3)
+os._exit(0)
+"""
+
+
+def test_a_capture_is_one_open_file_that_no_fork_or_exit_spoils(tmp_path: Path) -> None:
+    path, moved = tmp_path / "capture.jsonl", tmp_path / "moved.jsonl"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, str(path), str(moved)], check=True)
+    assert [json.loads(line)["prefixes"] for line in moved.read_text().splitlines()] == [[1], [2], [3]]
+    assert not path.exists()
+
+
 def test_lengths_on_a_gpu_are_written_when_they_have_arrived(tmp_path: Path) -> None:
     class Arrival:
         arrived = False
