@@ -18,7 +18,7 @@ from packs import invented_pack
 
 from kgen.errors import InputError, PackError
 from kgen.resources import GENERATED
-from kgen.sglang import plugin
+from kgen.sglang import agreement, plugin
 from kgen.sglang.agreement import check_agreement, described
 from kgen.sglang.capture import WorkloadCapture
 from kgen.sglang.metrics import MOST_REASONS, Metrics
@@ -125,10 +125,25 @@ def test_reasons_beyond_the_most_share_a_series() -> None:
 def test_ranks_with_different_packs_are_refused() -> None:
     one, stock = (described(invented_pack()), ""), ("SGLang's kernels", "old")
     assert one[0].startswith("pack ")
-    check_agreement([one, one])
-    check_agreement([stock, ("SGLang's kernels", "no head layout in another folder")])
+    check_agreement({0: one, 1: one})
+    check_agreement({0: stock, 1: ("SGLang's kernels", "no head layout in another folder")})
     with pytest.raises(PackError, match=r"rank 0: pack [0-9a-f]{16} of verify_mla; rank 1: SGLang's kernels \(old\)"):
-        check_agreement([one, stock])
+        check_agreement({0: one, 1: stock})
+
+
+def test_a_rank_that_says_nothing_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.2)
+    store = torch.distributed.HashStore()
+    with pytest.raises(PackError, match=r"in 0\.2 s which kernels they would run, nothing from 2, 3; "):
+        agreement.exchanged(store, ("a pack", ""), [1, 2, 3], 1)
+
+
+def test_ranks_hear_each_other_each_time_that_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_meetings", Counter())
+    store = torch.distributed.HashStore()
+    for meeting, said in ((1, "one"), (2, "another")):
+        store.set(f"kgen/4-6/{meeting}/6", json.dumps([said, ""]))
+        assert agreement.exchanged(store, ("mine", "why"), [4, 6], 4) == {4: ("mine", "why"), 6: (said, "")}
 
 
 def batch(*prefixes: int, on_host: bool = True) -> SimpleNamespace:
@@ -205,7 +220,7 @@ def test_a_full_disk_ends_a_capture_once(
             raise OSError(28, "No space left on device")
         return file.write(data[:room])
 
-    monkeypatch.setattr(capture, "_file", SimpleNamespace(write=write, name=str(path)))
+    monkeypatch.setattr(capture, "_file", SimpleNamespace(write=write))
     for _ in range(3):
         capture.note(batch(1), 1, 2)
     (record,) = caplog.records

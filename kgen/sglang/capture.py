@@ -76,15 +76,16 @@ class WorkloadCapture:
             return
         fields = {"family": "verify_mla", "layout": self._layout, "batch": len(prefixes), "nodes": nodes}
         line = json.dumps(fields | {"prefixes": prefixes}).encode() + b"\n"
+        self._left -= 1
         try:
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+            written = self._file.write(line)
         except OSError as error:
             self._stop(error)
-            return
-        self._left -= 1
+        else:
+            if written != len(line):
+                self._stop(os.strerror(errno.ENOSPC))
 
-    def _stop(self, error: OSError) -> None:
+    def _stop(self, error: OSError | str) -> None:
         logger.warning("kgen stops capturing the workload: %s", error)
         self._left = 0
         self._pending.clear()

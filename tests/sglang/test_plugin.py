@@ -127,7 +127,7 @@ rank, meeting, newer = int(sys.argv[2]), sys.argv[3], sys.argv[4]
 if newer:
     type(families()["verify_mla"]).plan_version = 99
 torch.distributed.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=2)
-group = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
+group = SimpleNamespace(world_size=2, ranks=[0, 1])
 distributed.get_tp_group = lambda: group
 enable(checked_pack("verify_mla"), None)
 with harness.serving(nodes=3) as runner:
