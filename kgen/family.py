@@ -118,11 +118,25 @@ class Plan:
 
     ``workspace_bytes`` names device buffers that the launches share, ``scalars`` the parameter values
     that the plan decides. A launch may be empty at some lengths but never missing.
+
+    ``shared_launches`` fill ``shared_workspace``, some of the buffers, from the lengths alone: calls with the same
+    lengths may share what one of them made. A call whose pointers to these are null does without.
     """
 
     launches: tuple[Launch, ...]
     workspace_bytes: Mapping[str, int]
     scalars: Mapping[str, int]
+    shared_launches: tuple[Launch, ...] = ()
+    shared_workspace: tuple[str, ...] = ()
+
+    def alone(self) -> Plan:
+        """The plan of a call that neither makes nor uses what calls may share."""
+        own = {name: size for name, size in self.workspace_bytes.items() if name not in self.shared_workspace}
+        return Plan(self.launches, own, self.scalars)
+
+    def sharing(self) -> Plan:
+        """The plan of a call that first makes what calls may share, and then uses it."""
+        return Plan(self.shared_launches + self.launches, self.workspace_bytes, self.scalars)
 
 
 @dataclass(frozen=True)
@@ -287,11 +301,15 @@ class Family(ABC):
         """The plans to validate a case under, without repeats; the first is the one that ``sms`` would run.
 
         A validation case is short: spread over a whole GPU it leaves every block next to nothing to loop over. One
-        multiprocessor makes the longest blocks, `MANY_SMS` times as many the most of them.
+        multiprocessor makes the longest blocks, `MANY_SMS` times as many the most of them. Calls that may share what
+        they make are proven alone, and but for the longest blocks also with it.
         """
+        sizes = ((sms, resident_blocks), (1, 1), (MANY_SMS * sms, resident_blocks))
+        target, longest, most = (
+            self.plan(candidate, layout, capacity, sms=count, resident_blocks=resident) for count, resident in sizes
+        )
         plans: list[Plan] = []
-        for count, resident in ((sms, resident_blocks), (1, 1), (MANY_SMS * sms, resident_blocks)):
-            plan = self.plan(candidate, layout, capacity, sms=count, resident_blocks=resident)
+        for plan in (target.alone(), target.sharing(), longest.alone(), most.alone(), most.sharing()):
             if plan not in plans:
                 plans.append(plan)
         return tuple(plans)

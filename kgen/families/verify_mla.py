@@ -51,7 +51,9 @@ PROBABILITY_PAD = 8  # elements after each row of P in shared memory, for the sa
 COMBINE_THREADS = 4  # most threads that share four columns of a row where one block has all of them
 NAMED_BARRIERS = 15  # of a block, besides that of all its threads (PTX ISA, bar)
 COMBINE_COLUMNS = 128  # fewest columns of a combine block: one warp
-COMBINE_GROUP_SPLITS = 12  # splits that one thread of the combine can have in flight at once
+COMBINE_LOADS = 12  # splits that one thread of the combine can have in flight at once
+SCHEDULE_WORDS = 12  # uint32 of an item in a schedule, in 16-byte parts
+SCHEDULE_WARPS = 4  # of a block that makes a schedule, an item each
 MIN_SPLIT_ROWS = 32  # a shorter split costs more in the combine than it saves
 DISTINCT_VALUES = 1 << 22  # random numbers drawn for one array; a larger one repeats them
 SAMPLED_ROWS = 8  # of a request whose reference is sampled: gathering its keys takes as long as about so many
@@ -207,7 +209,7 @@ class VerifyMla(Family):
     """The family; shapes and dtypes of its parameters are beside them."""
 
     name: ClassVar[str] = "verify_mla"
-    plan_version: ClassVar[int] = 3
+    plan_version: ClassVar[int] = 4
     template: ClassVar[str] = "verify_mla.cu.j2"
     params: ClassVar[ParameterStruct] = ParameterStruct(
         (
@@ -224,6 +226,7 @@ class VerifyMla(Family):
             Parameter("partial_out", "pointer"),  # bf16 [work_slots, tile_m, latent]
             Parameter("partial_lse", "pointer"),  # float32 [work_slots, tile_m], base 2
             Parameter("merges", "pointer"),  # uint32 [tokens x heads, 4]: first partial row, stride, splits, 0
+            Parameter("schedule", "pointer"),  # uint32 [blocks, 12]: what each block does, or null: it finds it itself
             Parameter("kv_stride", "int32"),  # elements from one pool row to the next
             Parameter("batch", "int32"),
             Parameter("heads", "int32"),
@@ -284,6 +287,9 @@ class VerifyMla(Family):
             "combine_threads": _combine_threads(layout),
             "combine_groups": _combine_groups(layout),
             "combine_shared_bytes": _combine_shared_bytes(layout),
+            "combine_loads": COMBINE_LOADS,
+            "schedule_words": SCHEDULE_WORDS,
+            "schedule_warps": SCHEDULE_WARPS,
             "shared_bytes": tiling.shared_bytes,
         } | {f"{name}_offset": at for name, at in tiling.offsets.items() if name != "total"}  # fmt: skip
 
@@ -294,6 +300,7 @@ class VerifyMla(Family):
         return (
             Kernel("verify_mla_flash", tiling.threads, tiling.shared_bytes),
             Kernel("verify_mla_combine", _combine_threads(layout), _combine_shared_bytes(layout)),
+            Kernel("verify_mla_schedule", SCHEDULE_WARPS * 32, 0),
         )
 
     def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
@@ -303,7 +310,7 @@ class VerifyMla(Family):
             oracle = kernels[0]
             launch = Launch(oracle.entry, (rows, 1, 1), oracle.threads, oracle.shared_bytes)
             return Plan((launch,), {}, _work_scalars(0, 0, 0, 0))
-        flash, combine = kernels
+        flash, combine, schedule = kernels
         tile_m, tile_n = integer(candidate, "tile_m"), integer(candidate, "tile_n")
         pairs = capacity["batch"] * -(-capacity["nodes"] * integer(layout, "heads") // tile_m)
         tiles = -(-(capacity["prefix"] + capacity["nodes"]) // tile_n)
@@ -314,27 +321,35 @@ class VerifyMla(Family):
         slots = min(sms * max(resident_blocks, 1) * integer(candidate, "split_waves"), most)
         if slots * tile_m * integer(layout, "latent") >= 1 << 32:  # the combine's offsets
             raise TensorError("capacity", "has too many partial results", seen=f"{slots} blocks of {tile_m} rows")
-        main = Launch(flash.entry, (max(slots, pairs), 1, 1), flash.threads, flash.shared_bytes)
+        blocks = max(slots, pairs)
+        main = Launch(flash.entry, (blocks, 1, 1), flash.threads, flash.shared_bytes)
+        deal = Launch(schedule.entry, (-(-blocks // SCHEDULE_WARPS), 1, 1), schedule.threads, schedule.shared_bytes)
+        workspace = {"schedule": deal.grid[0] * SCHEDULE_WARPS * SCHEDULE_WORDS * 4}
         if slots == 1 or most == pairs:  # no request can be split
-            return Plan((main,), {}, _work_scalars(slots, min_split_tiles, 0, 0))
+            scalars = _work_scalars(slots, min_split_tiles, 0, 0)
+            return Plan((main,), workspace, scalars, (deal,), ("schedule",))
         parts = integer(layout, "latent") // COMBINE_COLUMNS if rows <= sms else 1
         splits = _splits(slots, pairs, tiles, min_split_tiles)
-        groups = min(COMBINE_THREADS * parts, -(-splits // COMBINE_GROUP_SPLITS))
+        groups = min(COMBINE_THREADS * parts, -(-splits // COMBINE_LOADS))
         threads = integer(layout, "latent") // 4 // parts * groups
         merge = Launch(combine.entry, (rows, parts, 1), threads, combine.shared_bytes)
-        workspace = {
+        workspace |= {
             "partial_out": slots * tile_m * integer(layout, "latent") * 2,
             "partial_lse": slots * tile_m * 4,
             "merges": rows * 16,
         }
-        return Plan((main, merge), workspace, _work_scalars(slots, min_split_tiles, groups, parts))
+        scalars = _work_scalars(slots, min_split_tiles, groups, parts)
+        return Plan((main, merge), workspace, scalars, (deal,), ("schedule",))
 
     def proving_plans(
         self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int
     ) -> tuple[Plan, ...]:
         """Also with the most threads in the combine, as hundreds of splits have it; some are then left without any."""
         plans = super().proving_plans(candidate, layout, capacity, sms=sms, resident_blocks=resident_blocks)
-        return plans + tuple(_with_most_groups(plan) for plan in plans if plan.scalars["combine_groups"] > 1)
+        grouped = [
+            plan for plan in plans if plan.scalars["combine_groups"] > 1 and "schedule" not in plan.workspace_bytes
+        ]
+        return plans + tuple(map(_with_most_groups, grouped))
 
     def binding(self, layout: Layout, capacity: Point) -> Binding:
         return VerifyMlaBinding(layout, capacity)

@@ -18,7 +18,7 @@ import numpy as np
 from kgen.device import ArgumentBuffer, CudaError, Device, Graph, Stream
 from kgen.device.envelope import LoadedKernels
 from kgen.emulator import Buffer, EmulatedModule
-from kgen.family import Array, Family, Plan, slice_addresses
+from kgen.family import Array, Family, Launch, Plan, slice_addresses
 
 GUARD_BYTES = 1024  # before and after every array
 ALIGNMENT = 256  # what cuMemAlloc promises
@@ -70,12 +70,13 @@ class Launcher(ABC):
     checked_on: ClassVar[str]
 
     def run(self, family: Family, plan: Plan, calls: Sequence[Call]) -> list[Outcome]:
-        """Run the same launches for each call in turn, in the same memory.
+        """Run the same launches for each call in turn, in the same memory; where calls may share, each runs alone.
 
         The parameter struct is made once, from the first call, as in a captured graph: later calls change the
         arrays' contents only, so their scalars must be the first one's. The workspace is poisoned once, before
         the first call. CudaError or EmulatorError where a launch fails.
         """
+        plan = plan.alone()
         with self._memory():
             regions = self._place(family, plan, calls)
             pointers = {parameter.name: 0 for parameter in family.params.parameters if parameter.kind == "pointer"}
@@ -241,20 +242,20 @@ class DeviceLauncher(Launcher):
         arguments.view[:] = params
         if replayed:
             with graph.capture(stream):
-                self.put(plan, arguments, stream)
+                self.put(plan.launches, arguments, stream)
 
         def start() -> None:
             if replayed:
                 graph.launch(stream)
             else:
-                self.put(plan, arguments, stream)
+                self.put(plan.launches, arguments, stream)
             stream.synchronize()
 
         return start
 
-    def put(self, plan: Plan, arguments: ArgumentBuffer, stream: Stream) -> None:
-        """Put the plan's launches into the stream."""
-        for launch in plan.launches:
+    def put(self, launches: Sequence[Launch], arguments: ArgumentBuffer, stream: Stream) -> None:
+        """Put launches into the stream."""
+        for launch in launches:
             function = self.kernels.functions[launch.entry]
             shared_bytes = self.kernels.shared_bytes[launch.entry]
             function.launch(launch.grid, launch.threads, shared_bytes, arguments, stream)

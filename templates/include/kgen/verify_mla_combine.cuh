@@ -13,10 +13,11 @@ KGEN_DEVICE float4v scale(const float4v& v, float by) { return {v.x * by, v.y * 
 
 // A block merges `latent / combine_parts` columns of one row, four a thread. `combine_groups` threads share a column,
 // each with every so many-th split, and merge what they have at the end, because a row's time is the latency of its
-// loads: nothing here waits for a load that it could have started. A row whose request was not split is done already.
+// loads: a round of them, of up to `kCombineLoads` splits, is on its way before the first is waited for. The next round
+// is not. A row whose request was not split is done already.
 template <typename Config>
 KGEN_DEVICE void combine(const Params& params) {
-  constexpr int kInFlight = 12;
+  constexpr int kInFlight = Config::kCombineLoads;
   const Shared<float4v> sums = shared_array<float4v>(0, Config::kCombineThreads);
   constexpr int kTotals = Config::kCombineThreads * 16, kPeaks = kTotals + Config::kCombineGroups * 4;
   const Shared<float> totals = shared_array<float>(kTotals, Config::kCombineGroups);

@@ -429,10 +429,10 @@ KGEN_DEVICE void store_output(Global<bf16> out, Shared<float> inverses, int grou
 
 // What the combine has to know of each row of the tile: its first partial row, how far apart they are, how many.
 template <typename Config>
-KGEN_DEVICE void tell_combine(const Params& params, const Work& work, int item, int64_t first_row, int rows) {
+KGEN_DEVICE void tell_combine(const Params& params, const Item& item, int index, int64_t first_row, int rows) {
   const int row = thread_index();
   if (!params.merges || row >= Config::kTileM || row >= rows) return;
-  const uint32_t first = item * Config::kTileM + row, stride = work.row_tiles * Config::kTileM, splits = work.splits;
+  const uint32_t first = index * Config::kTileM + row, stride = item.row_tiles * Config::kTileM, splits = item.splits;
   params.merges.template store_as<uint4v>((first_row + row) * 4, uint4v{first, stride, splits, 0});
 }
 
@@ -453,21 +453,18 @@ KGEN_DEVICE void flash(const Params& params) {
       shared_array<float>(Config::kScoreOffset, Config::kWarps * T::kSharers * T::kPacketFloats), group, part, sharer);
   init_ring<Config>(full);
 
-  // This block's rows and tiles, from the lengths that are on the device; a block may have none.
-  const int item = block_index_x();
-  const Work work = uniform_work(find_work<Config>(params, item));
-  if (work.splits == 0) return;
-  const Request& request = work.request;
-  const int place = item - work.first_item, split = divide(place, work.row_tiles);
-  const int tile_row = (place - split * work.row_tiles) * Config::kTileM;
+  // This block's rows and tiles; a block may have none.
+  const Item item = own_item<Config>(params);
+  if (item.splits == 0) return;
+  const Request& request = item.request;
+  const int tile_row = item.tile_row, first_tile = item.first_tile, tiles = item.tiles;
   const int rows = request.nodes * params.heads - tile_row;
   const int64_t first_row = static_cast<int64_t>(request.first_node) * params.heads + tile_row;
-  const int first_tile = work.first_tile(split), tiles = work.first_tile(split + 1) - first_tile;
 
   // What the first step waits for is asked for first: where the rows are, Q, a tile; then the other tiles, which would
   // hold Q up.
-  const uint32_t ring_lane = lane;
-  const KvRing<Config> ring{params, request, first_tile, tiles, group, group_warp, ring_lane, kv.address(), full};
+  const KvRing<Config> ring{params, request, first_tile, tiles, group, group_warp, static_cast<uint32_t>(lane),
+                            kv.address(), full};
   int places[KvRing<Config>::kFirst];
   ring.first_places(places);
   Query<Config> query;
@@ -477,7 +474,7 @@ KGEN_DEVICE void flash(const Params& params) {
   ring.fill_first(places, 0, 1);
   query.deal();
   ring.fill_first(places, 1, KvRing<Config>::kFirst);
-  if (split == 0) tell_combine<Config>(params, work, item, first_row, rows);
+  if (first_tile == 0) tell_combine<Config>(params, item, block_index_x(), first_row, rows);
 
   float o[T::kOutM][T::kOutN][4];
   KGEN_UNROLL
@@ -546,16 +543,16 @@ KGEN_DEVICE void flash(const Params& params) {
     rescales.store(own_row, total == 0 ? 0 : 1 / total);
     const float lse = total == 0 ? -infinity() : softmax.peak + log2_approx(total);
     if (own_row < rows) {
-      if (work.splits > 1) {
-        params.partial_lse.store(static_cast<int64_t>(item) * Config::kTileM + own_row, lse);
+      if (item.splits > 1) {
+        params.partial_lse.store(static_cast<int64_t>(block_index_x()) * Config::kTileM + own_row, lse);
       } else if (params.lse) {
         params.lse.store(first_row + own_row, lse * kLn2);
       }
     }
   }
   named_barrier_sync(1 + group, T::kGroupWarps * 32);
-  const int64_t item_row = static_cast<int64_t>(item) * Config::kTileM;
-  const Global<bf16> out = work.splits > 1 ? params.partial_out + item_row * Config::kLatent
+  const int64_t item_row = static_cast<int64_t>(block_index_x()) * Config::kTileM;
+  const Global<bf16> out = item.splits > 1 ? params.partial_out + item_row * Config::kLatent
                                            : params.out + first_row * Config::kLatent;
   store_output<Config>(out, rescales, group * T::kGroupRows, rows, group_warp * T::kOutColumns, o);
 }

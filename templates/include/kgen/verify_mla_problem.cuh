@@ -20,6 +20,7 @@ struct Params {
   Global<bf16> partial_out;
   Global<float> partial_lse;
   Global<uint32_t> merges;
+  Global<uint32_t> schedule;
   int32_t kv_stride;
   int32_t batch;
   int32_t heads;

@@ -1,5 +1,6 @@
 // Deals a batch to the blocks of a grid, on the device, from the lengths of the moment: an item is one tile of query
-// rows x one split of the keys of one request. Long requests get more splits, so that all items take as long.
+// rows x one split of the keys of one request. Long requests get more splits, so that all items take as long. A block
+// finds its item itself, or loads it from a schedule that one launch made for the many calls with the same lengths.
 #pragma once
 
 #include <kgen/reductions.cuh>
@@ -21,12 +22,15 @@ struct Work {
   KGEN_DEVICE int first_tile(int split) const { return split * share + (split < longer ? split : longer); }
 };
 
-KGEN_DEVICE Work uniform_work(const Work& work) {
-  return {{warp_uniform(work.request.first_node), warp_uniform(work.request.nodes),
-           warp_uniform(work.request.first_key), warp_uniform(work.request.prefix)},
-          warp_uniform(work.first_item), warp_uniform(work.row_tiles), warp_uniform(work.key_tiles),
-          warp_uniform(work.splits), warp_uniform(work.share), warp_uniform(work.longer)};
-}
+// What a block does: the rows of `request` from `tile_row` on, against its key tiles [first_tile, first_tile + tiles).
+struct Item {
+  Request request;
+  int tile_row;
+  int first_tile;
+  int tiles;
+  int splits;     // of the request's keys; 0: there is nothing to do
+  int row_tiles;  // of the request
+};
 
 // Of numbers that are not negative.
 KGEN_DEVICE int divide(int a, int b) { return static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b)); }
@@ -103,6 +107,60 @@ KGEN_DEVICE Work find_work(const Params& params, int target) {
     items = shuffle(end, 31);
   }
   return Work{};
+}
+
+// Item `index`, from the lengths that are on the device.
+template <typename Config>
+KGEN_DEVICE Item find_item(const Params& params, int index) {
+  const Work work = find_work<Config>(params, index);
+  if (work.splits == 0) return Item{};
+  const int place = index - work.first_item, split = divide(place, work.row_tiles), first = work.first_tile(split);
+  return {work.request, (place - split * work.row_tiles) * Config::kTileM, first, work.first_tile(split + 1) - first,
+          work.splits, work.row_tiles};
+}
+
+// An item takes 9 of its kScheduleWords in Params::schedule.
+template <typename Config>
+KGEN_DEVICE void store_item(Global<uint32_t> schedule, int index, const Item& item) {
+  const Global<uint32_t> words = schedule + static_cast<int64_t>(index) * Config::kScheduleWords;
+  const auto word = [](int value) { return static_cast<uint32_t>(value); };
+  const Request& request = item.request;
+  words.template store_as<uint4v>(
+      0, {word(request.first_node), word(request.nodes), word(request.first_key), word(request.prefix)});
+  words.template store_as<uint4v>(4, {word(item.tile_row), word(item.first_tile), word(item.tiles), word(item.splits)});
+  words.template store_as<uint4v>(8, {word(item.row_tiles), 0, 0, 0});
+}
+
+template <typename Config>
+KGEN_DEVICE Item load_item(Global<uint32_t> schedule, int index) {
+  const Global<uint32_t> words = schedule + static_cast<int64_t>(index) * Config::kScheduleWords;
+  const uint4v a = words.template load_as<uint4v>(0), b = words.template load_as<uint4v>(4);
+  const uint4v c = words.template load_as<uint4v>(8);
+  const auto word = [](uint32_t value) { return static_cast<int>(value); };
+  return {{word(a.x), word(a.y), word(a.z), word(a.w)}, word(b.x), word(b.y), word(b.z), word(b.w), word(c.x)};
+}
+
+KGEN_DEVICE Item uniform_item(const Item& item) {
+  return {{warp_uniform(item.request.first_node), warp_uniform(item.request.nodes),
+           warp_uniform(item.request.first_key), warp_uniform(item.request.prefix)},
+          warp_uniform(item.tile_row), warp_uniform(item.first_tile), warp_uniform(item.tiles),
+          warp_uniform(item.splits), warp_uniform(item.row_tiles)};
+}
+
+// This block's item: as a schedule has it, or else found.
+template <typename Config>
+KGEN_DEVICE Item own_item(const Params& params) {
+  const int index = block_index_x();
+  return uniform_item(params.schedule ? load_item<Config>(params.schedule, index) : find_item<Config>(params, index));
+}
+
+// Fills Params::schedule, a warp an item, for calls with the same lengths to load. Items that nobody has are written
+// too: an earlier batch may have had them.
+template <typename Config>
+KGEN_DEVICE void make_schedule(const Params& params) {
+  const int index = block_index_x() * Config::kScheduleWarps + thread_index() / 32;
+  const Item item = find_item<Config>(params, index);
+  if (thread_index() % 32 == 0) store_item<Config>(params.schedule, index, item);
 }
 
 }  // namespace kgen::verify_mla
