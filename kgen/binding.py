@@ -45,9 +45,9 @@ class Sizes:
 
 
 class Binding(ABC):
-    """One family's tensors. ``plan_axes`` are the capacities that a call may use less of, so that its grid shrinks."""
+    """One family's tensors, for one layout. ``plan_axes`` are the capacities that a call may use less of, so that its grid shrinks."""
 
-    rules: ClassVar[tuple[TensorRule, ...]]
+    rules: tuple[TensorRule, ...]
     options: ClassVar[tuple[str, ...]]
     plan_axes: ClassVar[tuple[str, ...]]
 

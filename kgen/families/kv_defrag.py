@@ -329,7 +329,7 @@ class KvDefragBinding(Binding):
     ``count`` (int32 [1], on the device) says how many entries of the slot lists to do; all where it is left out.
     """
 
-    rules: ClassVar[tuple[TensorRule, ...]] = (
+    rules = (
         TensorRule("layer_ptrs", (), ("layers",), table=True),
         TensorRule("src_slots", SLOT_DTYPES, ("moves",)),
         TensorRule("dst_slots", SLOT_DTYPES, ("moves",)),

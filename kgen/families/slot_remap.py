@@ -254,7 +254,7 @@ def _extent(tensor: Any, dimension: int) -> int:
 class SlotRemapBinding(Binding):
     """The tensors of a call: ``req_to_token`` with ``lengths``, a flat ``slot_list``, or both."""
 
-    rules: ClassVar[tuple[TensorRule, ...]] = (
+    rules = (
         TensorRule("slot_map", ("int32",), ("slots",)),
         TensorRule("lengths", SLOT_DTYPES, ("requests",), optional=True),
         TensorRule("req_to_token", ("int32",), ("requests", "context"), optional=True, rows_apart=True, writable=True),

@@ -4,13 +4,14 @@ Row ``r`` of request ``b`` is node ``r // heads``, head ``r % heads``. Key ``j``
 ``kv_indices[kv_indptr[b] + j]`` for ``j < prefix`` and draft row ``j - prefix`` after it: a row of
 ``draft_kv``, or pool row ``draft_slots[...]``. Every node sees the whole prefix, and draft row ``i`` where
 bit ``i`` of its mask words is set (without a mask: ``i`` up to itself). K is the whole row of latent +
-rope elements, V its first ``latent`` ones; the softmax scale is 1/sqrt(scale_dim).
+rope elements times ``kv_scale``, V its first ``latent`` ones; the softmax scale is 1/sqrt(scale_dim). The rows' dtype is
+the layout's: bf16, or e4m3 without scales of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,8 +19,15 @@ import numpy as np
 
 from kgen.bf16 import from_bf16, to_bf16
 from kgen.binding import Binding
+from kgen.e4m3 import from_e4m3, to_e4m3
 from kgen.errors import TensorError
-from kgen.families.verify_mla_binding import INDEX_ARRAYS, VerifyMlaBinding, call_scalars, softmax_scale
+from kgen.families.verify_mla_binding import (
+    ELEMENT_BYTES,
+    INDEX_ARRAYS,
+    VerifyMlaBinding,
+    call_scalars,
+    softmax_scale,
+)
 from kgen.family import (
     Array,
     Candidate,
@@ -46,7 +54,7 @@ LAYOUT_LIMITS = {  # least and most; int32 row counts and a kernel's registers b
     "page_size": (1, 65536),
     "scale_dim": (1, 65536),
 }
-ROW_PAD_BYTES = 16  # shared rows of 1168 bytes: ldmatrix then touches every bank once
+ROW_PAD_BYTES = 16  # shared rows of 1168 or 592 bytes: ldmatrix then touches every bank once
 PROBABILITY_PAD = 8  # elements after each row of P in shared memory, for the same reason
 COMBINE_THREADS = 4  # most threads that share four columns of a row where one block has all of them
 NAMED_BARRIERS = 15  # of a block, besides that of all its threads (PTX ISA, bar)
@@ -65,6 +73,11 @@ REGISTER_SLACK = 20  # a candidate that leaves less for addresses, softmax state
 def integer(candidate: Mapping[str, Value], name: str) -> int:
     """A tunable or layout field that is a whole number."""
     return int(candidate[name])
+
+
+def element_bytes(layout: Mapping[str, Value]) -> int:
+    """Of an element of a KV row."""
+    return ELEMENT_BYTES[str(layout["dtype"])]
 
 
 class Tiling:
@@ -87,6 +100,7 @@ class Tiling:
         self.blocks_per_sm = integer(candidate, "blocks_per_sm")
         self.latent = integer(layout, "latent")
         self.head_dim = self.latent + integer(layout, "rope")
+        self.element_bytes = element_bytes(layout)
 
     @property
     def threads(self) -> int:
@@ -145,8 +159,13 @@ class Tiling:
         )
 
     @property
+    def dense_bytes(self) -> int:
+        """Of a KV row in memory."""
+        return self.head_dim * self.element_bytes
+
+    @property
     def row_bytes(self) -> int:
-        return self.head_dim * 2 + ROW_PAD_BYTES
+        return self.dense_bytes + ROW_PAD_BYTES
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -214,8 +233,8 @@ class VerifyMla(Family):
     params: ClassVar[ParameterStruct] = ParameterStruct(
         (
             Parameter("q", "pointer"),  # bf16 [tokens, heads, head_dim]
-            Parameter("kv_pool", "pointer"),  # bf16 [slots, kv_stride]
-            Parameter("draft_kv", "pointer"),  # bf16 [tokens, head_dim], or null: draft rows are in the pool
+            Parameter("kv_pool", "pointer"),  # the layout's dtype [slots, head_dim], rows kv_stride_bytes apart
+            Parameter("draft_kv", "pointer"),  # of the same dtype [tokens, head_dim], or null: draft rows are in the pool
             Parameter("kv_indices", "pointer"),  # int32 or int64 [sum of prefixes]
             Parameter("kv_indptr", "pointer"),  # int32 or int64 [batch + 1], prefixes only
             Parameter("qo_indptr", "pointer"),  # int32 or int64 [batch + 1], nodes
@@ -227,7 +246,7 @@ class VerifyMla(Family):
             Parameter("partial_lse", "pointer"),  # float32 [work_slots, tile_m], base 2
             Parameter("merges", "pointer"),  # uint32 [tokens x heads, 4]: first partial row, stride, splits, 0
             Parameter("schedule", "pointer"),  # uint32 [blocks, 12]: what each block does, or null: it finds it itself
-            Parameter("kv_stride", "int32"),  # elements from one pool row to the next
+            Parameter("kv_stride_bytes", "int32"),  # from one pool row to the next
             Parameter("batch", "int32"),
             Parameter("heads", "int32"),
             Parameter("work_slots", "int32"),  # blocks that requests are split for
@@ -236,7 +255,8 @@ class VerifyMla(Family):
             Parameter("combine_parts", "int32"),  # blocks that share a row of the combine
             Parameter("mask_words", "int32"),
             Parameter("wide_indices", "int32"),  # bit set of the index arrays that are int64, in the order above
-            Parameter("scale_log2", "float32"),  # softmax scale x log2(e)
+            Parameter("scale_log2", "float32"),  # softmax scale x kv_scale x log2(e)
+            Parameter("kv_scale", "float32"),  # what elements of KV rows are multiplied by
         )
     )
     layout_constants: ClassVar[tuple[str, ...]] = ("latent", "rope", "dtype")
@@ -258,8 +278,8 @@ class VerifyMla(Family):
             value = layout.get(field, "missing")
             if not isinstance(value, int) or not least <= value <= most:
                 return field, f"must be a whole number from {least} to {most}", str(value)
-        if layout.get("dtype") != "bf16":
-            return "dtype", "must be bf16, the only one there is a kernel for", str(layout.get("dtype", "missing"))
+        if layout.get("dtype") not in ELEMENT_BYTES:
+            return "dtype", f"must be {' or '.join(ELEMENT_BYTES)}", str(layout.get("dtype", "missing"))
         if integer(layout, "latent") % 128:
             return "latent", "must be a multiple of 128", str(layout["latent"])
         if integer(layout, "rope") % 32:
@@ -366,6 +386,7 @@ class VerifyMla(Family):
             case("one_node", [130], [1], lse=True),
             case("empty_prefix", [0], [2 * few + 1], lse=True),
             case("ragged", [0, 257, 33, 1], [few + 1, few, 1, 0], wide=("kv_indices",), lse=True, spare_nodes=1),
+            case("scaled", [40], [few], kv_scale=0.375, lse=True),
             case("pool_draft", [70, 5], [few, few + 2], draft="pool", wide=("draft_slots", "qo_indptr"), lse=True),
             case("page_tail", [63, 65], [few, few], wide=("kv_indices", "kv_indptr"), lse=False),
             case("chain", [125 if heads <= 16 else 40], [4 * few + 1], mask="chain", lse=True),  # splits of row tiles
@@ -404,14 +425,15 @@ class VerifyMla(Family):
         def index(name: str, values: Array) -> Array:
             return values.astype(np.int64 if name in options.get("wide", ()) else np.int32)
 
-        def normal(*shape: int) -> Array:
+        def normal(encode: Callable[[Array], Array], *shape: int) -> Array:
             count = min(math.prod(shape), DISTINCT_VALUES)
-            return np.resize(to_bf16(rng.standard_normal(count, dtype=np.float32)), shape)
+            return np.resize(encode(rng.standard_normal(count, dtype=np.float32)), shape)
 
+        encode_kv = to_bf16 if layout["dtype"] == "bf16" else to_e4m3
         return {
-            "q": normal(tokens, integer(layout, "heads"), head_dim),
-            "kv_pool": normal(pool_rows, head_dim),
-            "draft_kv": None if in_pool else normal(tokens, head_dim),
+            "q": normal(to_bf16, tokens, integer(layout, "heads"), head_dim),
+            "kv_pool": normal(encode_kv, pool_rows, head_dim),
+            "draft_kv": None if in_pool else normal(encode_kv, tokens, head_dim),
             "kv_indices": index("kv_indices", np.concatenate(prefix_slots)),
             "kv_indptr": index("kv_indptr", np.cumsum([0, *prefixes])),
             "qo_indptr": index("qo_indptr", np.cumsum([0, *nodes])),
@@ -428,10 +450,11 @@ class VerifyMla(Family):
         return call_scalars(
             inputs,
             wide=[array is not None and array.dtype.itemsize == 8 for array in map(inputs.get, INDEX_ARRAYS)],
-            kv_stride=_present(inputs, "kv_pool").shape[1],
+            kv_stride_bytes=_present(inputs, "kv_pool")[0].nbytes,
             batch=_present(inputs, "kv_indptr").size - 1,
             heads=integer(layout, "heads"),
             scale=softmax_scale(layout),
+            kv_scale=case.options.get("kv_scale", 1.0),
         )
 
     def reference(
@@ -441,6 +464,7 @@ class VerifyMla(Family):
         q, pool = _present(inputs, "q"), _present(inputs, "kv_pool")
         kv_indptr, qo_indptr = _present(inputs, "kv_indptr"), _present(inputs, "qo_indptr")
         q_rows = q.reshape(-1, q.shape[2])
+        decode_kv = from_bf16 if layout["dtype"] == "bf16" else from_e4m3
         wanted = np.arange(len(q_rows)) if rows is None else rows
         out = np.zeros((wanted.size, latent))
         lse = np.full(wanted.size, -np.inf)
@@ -452,7 +476,7 @@ class VerifyMla(Family):
             slots = _present(inputs, "kv_indices")[int(kv_indptr[request]) : int(kv_indptr[request + 1])]
             draft = inputs["draft_kv"]
             drafts = pool[_present(inputs, "draft_slots")[first:last]] if draft is None else draft[first:last]
-            keys = from_bf16(np.concatenate([pool[slots], drafts]))
+            keys = decode_kv(np.concatenate([pool[slots], drafts])) * case.options.get("kv_scale", 1.0)
             nodes = wanted[places] // heads - first
             visible = _visible(inputs["tree_mask"], first, last, len(slots))[nodes]
             score = from_bf16(q_rows[wanted[places]]) @ keys.T * softmax_scale(layout)
@@ -484,7 +508,7 @@ class VerifyMla(Family):
         keys = point["prefix"] + point["nodes"]
         return Work(
             flop=2.0 * rows * keys * (head_dim + latent),
-            bytes=2.0 * (point["batch"] * keys * head_dim + rows * (head_dim + latent)),
+            bytes=float(point["batch"] * keys * head_dim * element_bytes(layout) + 2 * rows * (head_dim + latent)),
         )
 
     def demand(self, candidate: Candidate, layout: Layout, point: Point, plan: Plan) -> tuple[LaunchDemand, ...]:
@@ -493,7 +517,7 @@ class VerifyMla(Family):
         main = plan.launches[0]
         blocks = math.prod(main.grid)
         if not _is_flash(candidate):
-            row_bytes = 2.0 * (integer(layout, "latent") + integer(layout, "rope"))
+            row_bytes = float(element_bytes(layout) * (integer(layout, "latent") + integer(layout, "rope")))
             return (LaunchDemand(main.entry, blocks, keys, 1, 0.0, row_bytes, row_bytes, 1.0, row_bytes, work.bytes),)
         tiling = Tiling(candidate, layout)
         tiles = -(-keys // tiling.tile_n)
@@ -506,7 +530,7 @@ class VerifyMla(Family):
             stages=tiling.stages,
             step_mma_flop=2.0 * tiling.tile_m * tiling.tile_n * (tiling.head_dim + tiling.latent),
             step_shared_bytes=_shared_traffic(tiling),
-            step_gather_bytes=2.0 * tiling.tile_n * tiling.head_dim * GATHER_COST[str(candidate["gather"])],
+            step_gather_bytes=tiling.tile_n * tiling.dense_bytes * GATHER_COST[str(candidate["gather"])],
             step_syncs=2.0,
             block_bytes=tiling.tile_m * (2.0 * tiling.head_dim + 2.0 * tiling.latent),
             dram_bytes=work.bytes,
@@ -562,8 +586,8 @@ def _combine_shared_bytes(layout: Layout) -> int:
 
 def _shared_traffic(tiling: Tiling) -> float:
     """Shared-memory bytes that one KV tile moves: K and V fragments, S exchange, P."""
-    keys = 2.0 * tiling.warps * tiling.score_keys * tiling.head_dim / tiling.k_split
-    values = 2.0 * tiling.warps * tiling.tile_n * tiling.latent / tiling.group_warps
+    keys = tiling.element_bytes * tiling.warps * tiling.score_keys * tiling.head_dim / tiling.k_split
+    values = tiling.element_bytes * tiling.warps * tiling.tile_n * tiling.latent / tiling.group_warps
     scores = 4.0 * 2 * tiling.tile_m * tiling.tile_n * tiling.k_split
     probabilities = 2.0 * tiling.tile_m * tiling.tile_n * (1 + tiling.group_warps)
     return keys + values + scores + probabilities

@@ -14,21 +14,31 @@ from kgen.family import Layout, Point
 
 INDEX_ARRAYS = ("kv_indices", "kv_indptr", "qo_indptr", "draft_slots")  # their places are bits of wide_indices
 INDEX_DTYPES = ("int32", "int64")
+ELEMENT_BYTES = {"bf16": 2, "e4m3": 1}  # of the dtypes that a layout's KV rows can have
+TORCH_DTYPES = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 LOG2_E = math.log2(math.e)
 
 
 def call_scalars(
-    arrays: Mapping[str, Any], *, wide: Iterable[bool], kv_stride: int, batch: int, heads: int, scale: float
+    arrays: Mapping[str, Any],
+    *,
+    wide: Iterable[bool],
+    kv_stride_bytes: int,
+    batch: int,
+    heads: int,
+    scale: float,
+    kv_scale: float,
 ) -> dict[str, int | float]:
     """The parameters that a call's arrays or tensors decide; ``wide`` says which of `INDEX_ARRAYS` are int64."""
     mask = arrays["tree_mask"]
     return {
-        "kv_stride": kv_stride,
+        "kv_stride_bytes": kv_stride_bytes,
         "batch": batch,
         "heads": heads,
         "mask_words": 0 if mask is None else mask.shape[1],
         "wide_indices": sum(is_wide << bit for bit, is_wide in enumerate(wide)),
-        "scale_log2": scale * LOG2_E,
+        "scale_log2": scale * kv_scale * LOG2_E,
+        "kv_scale": kv_scale,
     }
 
 
@@ -40,23 +50,13 @@ def softmax_scale(layout: Layout) -> float:
 class VerifyMlaBinding(Binding):
     """The tensors and the options of a call.
 
-    ``scale`` is of the softmax (1/sqrt(scale_dim) of the layout by default). ``nodes`` is a promise that no request has
+    KV tensors have the layout's dtype, all others are bfloat16 or what `rules` say. ``scale`` is of the softmax
+    (1/sqrt(scale_dim) of the layout by default); ``kv_scale`` (1 by default) is what all KV elements are multiplied by:
+    the scale of an fp8 cache. ``nodes`` is a promise that no request has
     more tree nodes, which keeps grids small; by default it is what the mask has bits for, within the capacity.
     """
 
-    rules: ClassVar[tuple[TensorRule, ...]] = (
-        TensorRule("q", ("bfloat16",), ("tokens", "heads", "head_dim"), aligned=True),
-        TensorRule("kv_pool", ("bfloat16",), ("slots", "1?", "head_dim"), rows_apart=True, aligned=True),
-        TensorRule("draft_kv", ("bfloat16",), ("tokens", "1?", "head_dim"), optional=True, aligned=True),
-        TensorRule("kv_indices", INDEX_DTYPES, ("entries",)),
-        TensorRule("kv_indptr", INDEX_DTYPES, ("batch + 1",)),
-        TensorRule("qo_indptr", INDEX_DTYPES, ("batch + 1",)),
-        TensorRule("draft_slots", INDEX_DTYPES, ("tokens",), optional=True),
-        TensorRule("tree_mask", ("int32",), ("tokens", "words"), optional=True),
-        TensorRule("out", ("bfloat16",), ("tokens", "heads", "latent"), aligned=True, writable=True),
-        TensorRule("lse", ("float32",), ("tokens", "heads"), optional=True, writable=True),
-    )
-    options: ClassVar[tuple[str, ...]] = ("scale", "nodes")
+    options: ClassVar[tuple[str, ...]] = ("scale", "kv_scale", "nodes")
     plan_axes: ClassVar[tuple[str, ...]] = ("batch", "nodes")
 
     def __init__(self, layout: Layout, capacity: Point) -> None:
@@ -64,6 +64,19 @@ class VerifyMlaBinding(Binding):
         latent = int(layout["latent"])
         self._fixed = {"heads": int(layout["heads"]), "latent": latent, "head_dim": latent + int(layout["rope"])}
         self._scale = softmax_scale(layout)
+        kv_dtypes = (TORCH_DTYPES[str(layout["dtype"])],)
+        self.rules = (
+            TensorRule("q", ("bfloat16",), ("tokens", "heads", "head_dim"), aligned=True),
+            TensorRule("kv_pool", kv_dtypes, ("slots", "1?", "head_dim"), rows_apart=True, aligned=True),
+            TensorRule("draft_kv", kv_dtypes, ("tokens", "1?", "head_dim"), optional=True, aligned=True),
+            TensorRule("kv_indices", INDEX_DTYPES, ("entries",)),
+            TensorRule("kv_indptr", INDEX_DTYPES, ("batch + 1",)),
+            TensorRule("qo_indptr", INDEX_DTYPES, ("batch + 1",)),
+            TensorRule("draft_slots", INDEX_DTYPES, ("tokens",), optional=True),
+            TensorRule("tree_mask", ("int32",), ("tokens", "words"), optional=True),
+            TensorRule("out", ("bfloat16",), ("tokens", "heads", "latent"), aligned=True, writable=True),
+            TensorRule("lse", ("float32",), ("tokens", "heads"), optional=True, writable=True),
+        )
 
     def sizes(self, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Sizes:
         """Tokens of ``q`` and requests of ``kv_indptr``, within the prepared capacity."""
@@ -104,19 +117,17 @@ class VerifyMlaBinding(Binding):
         if (tensors["draft_kv"] is None) == (tensors["draft_slots"] is None):
             seen = "neither" if tensors["draft_kv"] is None else "both"
             raise TensorError("draft_kv", "give either it or draft_slots", seen=seen)
-        scale = self._scale if options["scale"] is None else options["scale"]
-        if not isinstance(scale, Real) or not math.isfinite(scale):
-            raise TensorError("scale", "must be a finite number", seen=repr(scale))
-        stride = tensors["kv_pool"].stride(0)
-        if stride >= 1 << 31:
-            raise TensorError("kv_pool", "has rows too far apart for an int32", seen=f"{stride} elements")
+        stride_bytes = tensors["kv_pool"].stride(0) * tensors["kv_pool"].element_size()
+        if stride_bytes >= 1 << 31:
+            raise TensorError("kv_pool", "has rows too far apart for an int32", seen=f"{stride_bytes} bytes")
         return call_scalars(
             tensors,
             wide=[tensor is not None and tensor.element_size() == 8 for tensor in map(tensors.get, INDEX_ARRAYS)],
-            kv_stride=stride,
+            kv_stride_bytes=stride_bytes,
             batch=sizes.extents["batch"],
             heads=self._fixed["heads"],
-            scale=float(scale),
+            scale=_finite("scale", options["scale"], self._scale),
+            kv_scale=_finite("kv_scale", options["kv_scale"], 1.0),
         )
 
     def check_content(self, tensors: Mapping[str, Any], sizes: Sizes) -> None:
@@ -140,6 +151,14 @@ class VerifyMlaBinding(Binding):
         _check_slots("kv_indices", tensors["kv_indices"][: sum(prefixes)], slots)
         if tensors["draft_slots"] is not None:
             _check_slots("draft_slots", tensors["draft_slots"], slots)
+
+
+def _finite(name: str, value: Any, default: float) -> float:
+    if value is None:
+        return default
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise TensorError(name, "must be a finite number", seen=repr(value))
+    return float(value)
 
 
 def _rows(name: str, tensor: Any) -> int:

@@ -24,7 +24,7 @@ from kgen.runtime.tensors import TensorChecker
 if TYPE_CHECKING:
     from kgen.family import Family, Launch
 
-DTYPES = ("bfloat16", "float32", "int32", "int64")
+DTYPES = ("bfloat16", "float8_e4m3fn", "float32", "int32", "int64")
 
 
 @dataclass(frozen=True)

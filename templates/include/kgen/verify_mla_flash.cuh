@@ -1,11 +1,12 @@
 // The flash kernel: a block owns tile_m rows and one split of the keys, and streams KV tiles through a ring of
 // shared-memory stages. Q stays in registers: each warp holds its slice of the head dimension and computes a partial
 // S = Q K^T. The warps that share rows hand each other the partial S of the rows that the other will soften, through
-// inboxes in shared memory; P (bf16) meets there too. For O += P V a row group's warps own slices of the latent columns
+// inboxes in shared memory; P (16 bits) meets there too. For O += P V a row group's warps own slices of the latent columns
 // instead. V is the first columns of the K rows. Row groups run apart, so that one multiplies while another softens.
 #pragma once
 
 #include <kgen/reductions.cuh>
+#include <kgen/verify_mla_elements.cuh>
 #include <kgen/verify_mla_problem.cuh>
 #include <kgen/verify_mla_schedule.cuh>
 
@@ -15,6 +16,7 @@ template <typename Config>
 struct Tiling {
   static constexpr int kThreads = Config::kWarps * 32;
   static constexpr int kHeadDim = Config::kLatent + Config::kRope;
+  static constexpr int kElementBytes = sizeof(typename Config::Element), kDenseBytes = kHeadDim * kElementBytes;
   static constexpr int kGroupWarps = Config::kWarps / Config::kRowGroups;
   static constexpr int kGroupRows = Config::kTileM / Config::kRowGroups;
   // For S, a group's warps are slices of the head dimension x parts of the keys (both: sharers) x parts of the rows.
@@ -26,6 +28,8 @@ struct Tiling {
   static constexpr int kScoreKeys = Config::kTileN / Config::kKeySplit;
   static constexpr int kScoreN = kScoreKeys / 8;
   static constexpr int kScoreK = kHeadDim / 16 / Config::kKSplit;
+  static constexpr int kFetchSteps = Fragments<typename Config::Element>::kSteps;
+  static constexpr int kFetches = (kScoreK + kFetchSteps - 1) / kFetchSteps;  // of 16 keys
   static constexpr int kScoreSums = kScoreM * kScoreN < 4 ? 2 : 1;
   static constexpr int kOutM = kGroupRows / 16;
   static constexpr int kOutColumns = Config::kLatent / kGroupWarps;
@@ -43,7 +47,7 @@ struct Tiling {
   static constexpr int kFillRows = Config::kTileN / kGroupWarps;
 
   static_assert(kPacketFloats == Config::kPacketFloats, "the family and the kernel disagree");
-  static_assert(kRowBytes == kHeadDim * 2 + 16, "the family and the kernel disagree");
+  static_assert(kRowBytes == kDenseBytes + 16, "the family and the kernel disagree");
   static_assert(kScoreRows % 16 == 0 && kGroupRows % 16 == 0, "whole mma tiles");
   static_assert(kOwnRows == 2 || kOwnRows == 4 || kOwnRows == 8, "whole quads");
   static_assert(kHeadDim / 16 % Config::kKSplit == 0 && kOutColumns % 32 == 0, "whole mma tiles, 64 bytes a quad");
@@ -93,23 +97,23 @@ struct KvRing {
   KGEN_DEVICE void fill(int stage, int place) const {
     const uint32_t rows = stages + (stage * Config::kTileN + warp * T::kFillRows) * T::kRowBytes;
     const uint32_t barrier = full + stage * 8;
-    const Global<const bf16> source = key_row<T::kHeadDim>(params, place);
+    const Global<const uint8_t> source = key_row<T::kDenseBytes>(params, place);
     if constexpr (Config::kBulkGather) {
-      Global<const bf16> sources[T::kFillRows];
+      Global<const uint8_t> sources[T::kFillRows];
       KGEN_UNROLL
       for (int row = 0; row < T::kFillRows; row++) sources[row] = shuffle(source, row);
-      if (warp == 0 && lane == 0) mbarrier_arrive_expect(barrier, Config::kTileN * T::kHeadDim * 2);
+      if (warp == 0 && lane == 0) mbarrier_arrive_expect(barrier, Config::kTileN * T::kDenseBytes);
       KGEN_UNROLL
       for (int row = 0; row < T::kFillRows; row++) {
-        warp_bulk_copy(rows + row * T::kRowBytes, sources[row], T::kHeadDim * 2, barrier);
+        warp_bulk_copy(rows + row * T::kRowBytes, sources[row], T::kDenseBytes, barrier);
       }
     } else {
-      constexpr int kRowChunks = T::kHeadDim * 2 / 16, kChunks = T::kFillRows * kRowChunks;
+      constexpr int kRowChunks = T::kDenseBytes / 16, kChunks = T::kFillRows * kRowChunks;
       KGEN_UNROLL
       for (int first = 0; first < kChunks; first += 32) {
         const int chunk = first + static_cast<int>(lane), row = chunk / kRowChunks, part = chunk % kRowChunks;
-        const Global<const bf16> row_source = shuffle(source, row % T::kFillRows);
-        if (chunk < kChunks) cp_async_16(rows + row * T::kRowBytes + part * 16, row_source + part * 8);
+        const Global<const uint8_t> row_source = shuffle(source, row % T::kFillRows);
+        if (chunk < kChunks) cp_async_16(rows + row * T::kRowBytes + part * 16, row_source + part * 16);
       }
       cp_async_arrive(barrier);
     }
@@ -153,29 +157,23 @@ struct KvRing {
 };
 
 // Q fragments of this warp's rows and slice of the head dimension; rows past the end are zero. A quad of lanes loads 64
-// bytes of a row, 16 each; dealt out, each lane has two neighbouring elements of every eight, as the mma wants them.
+// bytes of a row at a time, and deals them out once they are there.
 template <typename Config>
 struct Query {
   using T = Tiling<Config>;
-  uint32_t fragments[T::kScoreM][(T::kScoreK + 1) / 2 * 2][4];
+  using F = Fragments<typename Config::Element>;
+  static constexpr int kSteps = (T::kScoreK + 1) / 2 * 2;
+  uint32_t fragments[T::kScoreM][kSteps][4];
 
   KGEN_DEVICE void load(const Params& params, int64_t first_row, int row, int rows, int column) {
-    const int lane = thread_index() % 32;
     KGEN_UNROLL
     for (int m = 0; m < T::kScoreM; m++) {
       KGEN_UNROLL
       for (int half = 0; half < 2; half++) {
-        const int r = row + m * 16 + half * 8 + lane / 4;
-        const Global<const bf16> source = params.q + ((first_row + r) * T::kHeadDim + column + lane % 4 * 8);
+        const int r = row + m * 16 + half * 8 + thread_index() % 32 / 4;
+        const Global<const bf16> source = params.q + ((first_row + r) * T::kHeadDim + column);
         KGEN_UNROLL
-        for (int k = 0; k < T::kScoreK; k += 2) {
-          uint4v chunk{0, 0, 0, 0};
-          if (r < rows && (k + 1 < T::kScoreK || lane % 4 < 2)) chunk = source.template load_as<uint4v>(k * 16);
-          fragments[m][k][half] = chunk.x;
-          fragments[m][k][2 + half] = chunk.y;
-          fragments[m][k + 1][half] = chunk.z;
-          fragments[m][k + 1][2 + half] = chunk.w;
-        }
+        for (int k = 0; k < kSteps; k += 2) F::load_query(source, r < rows, half, fragments[m], k, k + 1 == T::kScoreK);
       }
     }
   }
@@ -184,17 +182,9 @@ struct Query {
     KGEN_UNROLL
     for (int m = 0; m < T::kScoreM; m++) {
       KGEN_UNROLL
-      for (int k = 0; k < T::kScoreK; k += 2) {
+      for (int k = 0; k < kSteps; k += 2) {
         KGEN_UNROLL
-        for (int half = 0; half < 2; half++) {
-          uint32_t pairs[4] = {fragments[m][k][half], fragments[m][k][2 + half], fragments[m][k + 1][half],
-                               fragments[m][k + 1][2 + half]};
-          quad_transpose(pairs);
-          fragments[m][k][half] = pairs[0];
-          fragments[m][k][2 + half] = pairs[1];
-          fragments[m][k + 1][half] = pairs[2];
-          fragments[m][k + 1][2 + half] = pairs[3];
-        }
+        for (int half = 0; half < 2; half++) F::deal_query(fragments[m], k, half);
       }
     }
   }
@@ -205,7 +195,8 @@ template <typename Config>
 KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys,
                             float (&s)[Tiling<Config>::kScoreM][Tiling<Config>::kScoreN][4]) {
   using T = Tiling<Config>;
-  constexpr int kUses = T::kScoreK * T::kScoreBlocks, kBuffers = T::kAhead + 1;
+  using F = Fragments<typename Config::Element>;
+  constexpr int kUses = T::kFetches * T::kScoreBlocks, kBuffers = T::kAhead + 1;
   uint32_t k[kBuffers][4];
   float sums[T::kScoreSums][T::kScoreM][T::kScoreN][4];
   KGEN_UNROLL
@@ -216,17 +207,22 @@ KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys,
   for (int use = -T::kAhead; use < kUses; use++) {
     const int fetch = use + T::kAhead;
     if (fetch < kUses) {
-      const int block = fetch % T::kScoreBlocks, step = fetch / T::kScoreBlocks;
-      ldmatrix_x4(k[fetch % kBuffers], keys + block * 16 * T::kRowBytes + step * 32);
+      const int block = fetch % T::kScoreBlocks, at = fetch / T::kScoreBlocks;
+      // A fetch of which a step would lie behind the slice has the first one twice: there may be nothing in the row.
+      const uint32_t back = (at + 1) * T::kFetchSteps > T::kScoreK ? thread_index() / 8 % 2 * 16 : 0;
+      ldmatrix_x4(k[fetch % kBuffers], keys + block * 16 * T::kRowBytes + at * 32 - back);
     }
     if (use < 0) continue;
-    const int step = use / T::kScoreBlocks, block = use % T::kScoreBlocks;
-    const uint32_t(&b)[4] = k[use % kBuffers];
+    const int block = use % T::kScoreBlocks, first_step = use / T::kScoreBlocks * T::kFetchSteps;
     KGEN_UNROLL
-    for (int m = 0; m < T::kScoreM; m++) {
-      float(&sum)[T::kScoreN][4] = sums[step % T::kScoreSums][m];
-      mma_bf16_16x8x16(sum[2 * block], query.fragments[m][step], b[0], b[1]);
-      mma_bf16_16x8x16(sum[2 * block + 1], query.fragments[m][step], b[2], b[3]);
+    for (int step = first_step; step < first_step + T::kFetchSteps && step < T::kScoreK; step++) {
+      const uint2v b[2] = {F::keys(k[use % kBuffers], step - first_step, 0), F::keys(k[use % kBuffers], step - first_step, 1)};
+      KGEN_UNROLL
+      for (int m = 0; m < T::kScoreM; m++) {
+        float(&sum)[T::kScoreN][4] = sums[step % T::kScoreSums][m];
+        F::mma(sum[2 * block], query.fragments[m][step], b[0]);
+        F::mma(sum[2 * block + 1], query.fragments[m][step], b[1]);
+      }
     }
   }
   KGEN_UNROLL
@@ -246,7 +242,9 @@ KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys,
 template <typename Config>
 struct ValueTile {
   using T = Tiling<Config>;
-  static constexpr int kBlockUses = T::kOutN / 2, kUses = T::kKeyBlocks * kBlockUses, kBuffers = T::kAhead + 1;
+  using F = Fragments<typename Config::Element>;
+  static constexpr int kTiles = 2 * T::kFetchSteps;  // of eight columns in a fetch
+  static constexpr int kBlockUses = T::kOutN / kTiles, kUses = T::kKeyBlocks * kBlockUses, kBuffers = T::kAhead + 1;
   uint32_t values;
   uint32_t v[kBuffers][4];
 
@@ -270,11 +268,14 @@ struct ValueTile {
         ldmatrix_x4(p[m], probabilities + m * 16 * T::kProbabilityStride * 2 + block * 32);
       }
       fetch(use + T::kAhead);
-      const uint32_t(&b)[4] = v[use % kBuffers];
       KGEN_UNROLL
-      for (int m = 0; m < T::kOutM; m++) {
-        mma_bf16_16x8x16(o[m][2 * n], p[m], b[0], b[1]);
-        mma_bf16_16x8x16(o[m][2 * n + 1], p[m], b[2], b[3]);
+      for (int tile = 0; tile < kTiles; tile += 2) {
+        const uint2v b[2] = {F::values(v[use % kBuffers], tile), F::values(v[use % kBuffers], tile + 1)};
+        KGEN_UNROLL
+        for (int m = 0; m < T::kOutM; m++) {
+          F::mma(o[m][kTiles * n + tile], p[m], b[0]);
+          F::mma(o[m][kTiles * n + tile + 1], p[m], b[1]);
+        }
       }
     }
   }
@@ -336,14 +337,14 @@ struct ScoreExchange {
   KGEN_DEVICE static int key(int i) { return i / 2 * 8 + thread_index() % 4 * 2 + i % 2; }
 };
 
-// The running softmax of a quad's row: the peak that weights are relative to (base 2, scaled), and this lane's share
-// of the sum. The peak follows the largest score only when that is 2^kSlack above it: weights stay far from overflow,
-// their bf16 rounding is relative, and O is rarely rescaled.
+// The running softmax of a quad's row: the base that weights are relative to (base 2, scaled), and this lane's share of
+// the sum. The base follows the largest score, 2^kLift below it, only when that is 2^kSlack more: weights stay far from
+// overflow, their rounding is relative, and O is rarely rescaled.
 template <typename Config>
 struct Softmax {
   using T = Tiling<Config>;
-  static constexpr float kSlack = 8;
-  float peak;
+  static constexpr float kSlack = 8, kLift = Fragments<typename Config::Element>::kLift;
+  float base;
   float total;
 
   // Folds one tile's scores into the state; leaves the weights in `s` and returns the factor for older sums.
@@ -352,18 +353,19 @@ struct Softmax {
     KGEN_UNROLL
     for (int i = 1; i < T::kLaneKeys; i++) tile_peak = maximum(tile_peak, s[i]);
     float rescale = 1;
-    if (warp_any(tile_peak > peak + kSlack)) {
+    if (warp_any(tile_peak > base + (kSlack + kLift))) {
       tile_peak = lanes_maximum<4>(tile_peak);
-      if (tile_peak > peak + kSlack) {
-        rescale = exp2_approx(peak - tile_peak);
-        peak = tile_peak;
+      if (tile_peak > base + (kSlack + kLift)) {
+        const float next = tile_peak - kLift;
+        rescale = exp2_approx(base - next);
+        base = next;
         total *= rescale;
       }
     }
-    const float base = peak == -infinity() ? 0 : peak;  // a row that has seen nothing yet
+    const float from = base == -infinity() ? 0 : base;  // a row that has seen nothing yet
     KGEN_UNROLL
     for (int i = 0; i < T::kLaneKeys; i++) {
-      s[i] = exp2_approx(s[i] - base);
+      s[i] = exp2_approx(s[i] - from);
       total += s[i];
     }
     return rescale;
@@ -400,28 +402,24 @@ KGEN_DEVICE void rescale_output(Shared<float> factors, int group_row,
   }
 }
 
-// O of this warp's columns, times 1 / total, as bf16 rows of `out`; a quad of lanes writes 64 bytes of a row.
+// O of this warp's columns, times what `factors` has for each row, as bf16 rows of `out`; a quad of lanes writes 64 bytes
+// of a row.
 template <typename Config>
-KGEN_DEVICE void store_output(Global<bf16> out, Shared<float> inverses, int group_row, int rows, int column,
+KGEN_DEVICE void store_output(Global<bf16> out, Shared<float> factors, int group_row, int rows, int column,
                               const float (&o)[Tiling<Config>::kOutM][Tiling<Config>::kOutN][4]) {
   using T = Tiling<Config>;
-  const int lane = thread_index() % 32;
+  using F = Fragments<typename Config::Element>;
   KGEN_UNROLL
   for (int m = 0; m < T::kOutM; m++) {
     KGEN_UNROLL
     for (int half = 0; half < 2; half++) {
-      const int row = group_row + m * 16 + half * 8 + lane / 4;
-      const float inverse = inverses.load(row);
+      const int row = group_row + m * 16 + half * 8 + thread_index() % 32 / 4;
+      const float factor = factors.load(row);
       KGEN_UNROLL
       for (int n = 0; n < T::kOutN; n += 4) {
-        uint32_t pairs[4];
-        KGEN_UNROLL
-        for (int i = 0; i < 4; i++) {
-          pairs[i] = pack_bf16x2(o[m][n + i][half * 2] * inverse, o[m][n + i][half * 2 + 1] * inverse);
-        }
-        quad_transpose(pairs);
-        const int64_t at = static_cast<int64_t>(row) * Config::kLatent + column + (n + lane % 4) * 8;
-        if (row < rows) out.template store_as<uint4v>(at, uint4v{pairs[0], pairs[1], pairs[2], pairs[3]});
+        const uint4v columns = F::deal_output(o[m], n, half, factor);
+        const int64_t at = static_cast<int64_t>(row) * Config::kLatent + column + n * 8 + F::dealt_column();
+        if (row < rows) out.template store_as<uint4v>(at, columns);
       }
     }
   }
@@ -439,12 +437,13 @@ KGEN_DEVICE void tell_combine(const Params& params, const Item& item, int index,
 template <typename Config>
 KGEN_DEVICE void flash(const Params& params) {
   using T = Tiling<Config>;
+  using F = Fragments<typename Config::Element>;
   const int lane = thread_index() % 32, warp = warp_uniform(thread_index() / 32);
   const int group = warp / T::kGroupWarps, group_warp = warp % T::kGroupWarps;
   const int part = group_warp % T::kScoreParts, sharer = group_warp / T::kScoreParts;
   const int slice = sharer % Config::kKSplit, key_part = sharer / Config::kKSplit;
 
-  const Shared<bf16> kv = shared_array<bf16>(Config::kKvOffset, Config::kStages * Config::kTileN * T::kRowBytes / 2);
+  const Shared<uint8_t> kv = shared_array<uint8_t>(Config::kKvOffset, Config::kStages * Config::kTileN * T::kRowBytes);
   const Shared<uint32_t> probabilities =
       shared_array<uint32_t>(Config::kProbabilityOffset, Config::kTileM * T::kProbabilityStride / 2);
   const Shared<float> rescales = shared_array<float>(Config::kRescaleOffset, Config::kTileM);
@@ -486,8 +485,9 @@ KGEN_DEVICE void flash(const Params& params) {
 
   // Fixed parts of this lane's shared addresses, and the row that it softens.
   const int key_row = key_part * T::kScoreKeys + lane % 8 + lane / 16 * 8;
-  const uint32_t key_lane = key_row * T::kRowBytes + (score_column + lane / 8 % 2 * 8) * 2;
-  const uint32_t value_lane = lane % 16 * T::kRowBytes + (group_warp * T::kOutColumns + lane / 16 * 8) * 2;
+  const uint32_t key_lane = key_row * T::kRowBytes + score_column * T::kElementBytes + lane / 8 % 2 * 16;
+  const uint32_t value_lane =
+      lane % 16 * T::kRowBytes + group_warp * T::kOutColumns * T::kElementBytes + lane / 16 * 16;
   const uint32_t probability_lane =
       probabilities.address() + ((group * T::kGroupRows + lane % 16) * T::kProbabilityStride + lane / 16 * 8) * 2;
   const int own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
@@ -520,7 +520,7 @@ KGEN_DEVICE void flash(const Params& params) {
       KGEN_UNROLL
       for (int i = 0; i < T::kLaneKeys; i += 2) {
         probabilities.store((own_row * T::kProbabilityStride + ScoreExchange<Config>::key(i)) / 2,
-                            pack_bf16x2(weights[i], weights[i + 1]));
+                            F::pack(weights[i], weights[i + 1]));
       }
       if (lane % 4 == 0) rescales.store(own_row, rescale);
     }
@@ -536,12 +536,12 @@ KGEN_DEVICE void flash(const Params& params) {
     parity = stage == 0 ? parity ^ 1 : parity;
   }
 
-  // Normalise: the warps that own a row hand 1 / total to those that own its columns.
+  // Normalise: the warps that own a row hand kv_scale / total to those that own its columns.
   named_barrier_sync(1 + group, T::kGroupWarps * 32);
   const float total = lanes_sum<4>(softmax.total);
   if (owns && lane % 4 == 0) {
-    rescales.store(own_row, total == 0 ? 0 : 1 / total);
-    const float lse = total == 0 ? -infinity() : softmax.peak + log2_approx(total);
+    rescales.store(own_row, total == 0 ? 0 : params.kv_scale / total);
+    const float lse = total == 0 ? -infinity() : softmax.base + log2_approx(total);
     if (own_row < rows) {
       if (item.splits > 1) {
         params.partial_lse.store(static_cast<int64_t>(block_index_x()) * Config::kTileM + own_row, lse);

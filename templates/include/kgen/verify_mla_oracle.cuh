@@ -8,6 +8,7 @@ namespace kgen::verify_mla {
 
 template <typename Config>
 KGEN_DEVICE void oracle(const Params& params) {
+  using Element = typename Config::Element;
   constexpr int kHeadDim = Config::kLatent + Config::kRope;
   constexpr int kColumns = kHeadDim / 32;  // of a lane: lane, lane + 32, ...
   static_assert(kHeadDim % 32 == 0 && Config::kLatent % 32 == 0, "whole columns a lane");
@@ -29,7 +30,9 @@ KGEN_DEVICE void oracle(const Params& params) {
   for (int key = 0; key < request.keys(); key++) {
     const int draft = key - request.prefix;
     if (draft >= 0 && !sees_draft(params, request, token - request.first_node, draft)) continue;
-    const Global<const bf16> kv = key_row<kHeadDim>(params, key_place(params, request, key));
+    const Global<const uint8_t> bytes =
+        key_row<kHeadDim * sizeof(Element)>(params, key_place(params, request, key));
+    const Global<const Element> kv{reinterpret_cast<const Element*>(bytes.pointer)};
     float k[kColumns], dot = 0;
     for (int i = 0; i < kColumns; i++) {
       k[i] = to_float(kv.load(i * 32 + lane));
@@ -44,7 +47,7 @@ KGEN_DEVICE void oracle(const Params& params) {
   }
   const float inverse = total == 0 ? 0 : 1 / total;
   for (int i = 0; i < Config::kLatent / 32; i++) {
-    params.out.store(row * Config::kLatent + i * 32 + lane, to_bf16(o[i] * inverse));
+    params.out.store(row * Config::kLatent + i * 32 + lane, to_bf16(o[i] * inverse * params.kv_scale));
   }
   if (params.lse && lane == 0) {
     params.lse.store(row, total == 0 ? -infinity() : (peak + log2_approx(total)) * kLn2);

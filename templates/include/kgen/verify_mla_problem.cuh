@@ -8,8 +8,8 @@ namespace kgen::verify_mla {
 // Shapes and dtypes: kgen/families/verify_mla.py, which packs these bytes.
 struct Params {
   Global<const bf16> q;
-  Global<const bf16> kv_pool;
-  Global<const bf16> draft_kv;
+  Global<const uint8_t> kv_pool;
+  Global<const uint8_t> draft_kv;
   Global<const int32_t> kv_indices;
   Global<const int32_t> kv_indptr;
   Global<const int32_t> qo_indptr;
@@ -21,7 +21,7 @@ struct Params {
   Global<float> partial_lse;
   Global<uint32_t> merges;
   Global<uint32_t> schedule;
-  int32_t kv_stride;
+  int32_t kv_stride_bytes;
   int32_t batch;
   int32_t heads;
   int32_t work_slots;
@@ -31,6 +31,7 @@ struct Params {
   int32_t mask_words;
   int32_t wide_indices;
   float scale_log2;
+  float kv_scale;
 };
 
 constexpr float kLn2 = 0.693147180559945f;
@@ -73,10 +74,11 @@ KGEN_DEVICE int key_place(const Params& params, const Request& request, int key)
   return params.draft_kv ? -1 - node : load_index<kDraftSlots>(params, params.draft_slots, node);
 }
 
-template <int kHeadDim>
-KGEN_DEVICE Global<const bf16> key_row(const Params& params, int place) {
-  const Global<const bf16> rows = place >= 0 ? params.kv_pool : params.draft_kv;
-  const uint32_t row = place >= 0 ? place : -1 - place, stride = place >= 0 ? params.kv_stride : kHeadDim;
+// A row's bytes in memory, from its place.
+template <int kDenseBytes>
+KGEN_DEVICE Global<const uint8_t> key_row(const Params& params, int place) {
+  const Global<const uint8_t> rows = place >= 0 ? params.kv_pool : params.draft_kv;
+  const uint32_t row = place >= 0 ? place : -1 - place, stride = place >= 0 ? params.kv_stride_bytes : kDenseBytes;
   return rows + static_cast<int64_t>(static_cast<uint64_t>(row) * stride);
 }
 

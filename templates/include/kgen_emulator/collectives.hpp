@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "machine.hpp"
+#include "narrow_floats.hpp"
 
 namespace kgen {
 namespace emulator {
@@ -43,17 +44,6 @@ struct ReduceOperand {
   T result;
 };
 
-inline float float_of_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-inline uint32_t bits_of_float(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
 // PTX ISA, ldmatrix .m8n8.x4 .b16: lane l receives elements 2*(l%4) and 2*(l%4)+1 of row l/4 of each
 // matrix; with .trans, of column l/4.
 inline void execute_ldmatrix(Machine& m, bool transpose, Location where) {
@@ -79,23 +69,23 @@ inline void execute_ldmatrix(Machine& m, bool transpose, Location where) {
   }
 }
 
-inline void unpack_bf16x2(uint32_t packed, float* first, int stride) {
-  first[0] = float_of_bits(packed << 16);
-  first[stride] = float_of_bits(packed & 0xffff0000u);
-}
-
-// PTX ISA, mma.m16n8k16 .bf16. Products of bf16 are exact in fp32; they are added in order of k.
-inline void execute_mma(const Warp& warp) {
+// PTX ISA, mma.m16n8k16 of 16-bit floats. Their products are exact in fp32; they are added in order of k.
+template <typename Decode>
+void execute_mma(const Warp& warp, Decode decode) {
+  const auto unpack = [&](uint32_t pair, float* first, int stride) {
+    first[0] = decode(static_cast<uint16_t>(pair));
+    first[stride] = decode(static_cast<uint16_t>(pair >> 16));
+  };
   float a[16][16], b[16][8], d[16][8];
   for (int l = 0; l < kWarp; ++l) {
     const MmaOperand& operand = *static_cast<const MmaOperand*>(warp.operands[l]);
     const int group = l / 4, pair = 2 * (l % 4);
-    unpack_bf16x2(operand.a[0], &a[group][pair], 1);
-    unpack_bf16x2(operand.a[1], &a[group + 8][pair], 1);
-    unpack_bf16x2(operand.a[2], &a[group][pair + 8], 1);
-    unpack_bf16x2(operand.a[3], &a[group + 8][pair + 8], 1);
-    unpack_bf16x2(operand.b0, &b[pair][group], 8);
-    unpack_bf16x2(operand.b1, &b[pair + 8][group], 8);
+    unpack(operand.a[0], &a[group][pair], 1);
+    unpack(operand.a[1], &a[group + 8][pair], 1);
+    unpack(operand.a[2], &a[group][pair + 8], 1);
+    unpack(operand.a[3], &a[group + 8][pair + 8], 1);
+    unpack(operand.b0, &b[pair][group], 8);
+    unpack(operand.b1, &b[pair + 8][group], 8);
     std::memcpy(&d[group][pair], operand.d, 8);
     std::memcpy(&d[group + 8][pair], operand.d + 2, 8);
   }

@@ -20,7 +20,7 @@
 //  * mbarriers: arrival counts, transaction bytes, phases and parity, initialisation published and fenced.
 //  * Collectives: all 32 lanes at the same call; barriers count whole warps; block_sync counts the threads that
 //    have not exited.
-//  * bf16 mma: exact products, fp32 sums in order of k (hardware adds in an order of its own).
+//  * bf16 and fp16 mma: exact products, fp32 sums in order of k (hardware adds in an order of its own).
 //  * Arrays that a thread keeps for itself (registers): indices, by -fsanitize=bounds.
 //
 // What is not modelled: proxy fences, registers read before they are written, launch limits of a device, and time.
@@ -39,6 +39,7 @@
 #include "copies.hpp"
 #include "machine.hpp"
 #include "memory.hpp"
+#include "narrow_floats.hpp"
 #include "register_bounds.hpp"
 #include "scheduler.hpp"
 
@@ -107,6 +108,9 @@ KGEN_DEVICE int block_index_z() { return emulator::machine->block[2]; }
 struct bf16 {
   uint16_t bits;
 };
+struct e4m3 {  // 8-bit float of 4 exponent and 3 mantissa bits, no infinities
+  uint8_t bits;
+};
 struct alignas(8) float2v {
   float x, y;
 };
@@ -120,7 +124,7 @@ struct alignas(16) uint4v {
   uint32_t x, y, z, w;
 };
 
-KGEN_DEVICE float to_float(bf16 value) { return emulator::float_of_bits(static_cast<uint32_t>(value.bits) << 16); }
+KGEN_DEVICE float to_float(bf16 value) { return emulator::float_of_bf16(value.bits); }
 // The elements of a bf16 pair.
 KGEN_DEVICE float low_bf16(uint32_t pair) { return emulator::float_of_bits(pair << 16); }
 KGEN_DEVICE float high_bf16(uint32_t pair) { return emulator::float_of_bits(pair & 0xffff0000u); }
@@ -134,6 +138,17 @@ KGEN_DEVICE uint32_t pack_bf16x2(float low, float high) {
   return round_to_bf16_bits(low) | round_to_bf16_bits(high) << 16;
 }
 KGEN_DEVICE bf16 to_bf16(float value) { return {static_cast<uint16_t>(round_to_bf16_bits(value))}; }
+KGEN_DEVICE uint32_t pack_f16x2(float low, float high) {
+  return emulator::bits_of_f16(low) | static_cast<uint32_t>(emulator::bits_of_f16(high)) << 16;
+}
+KGEN_DEVICE float to_float(e4m3 value) { return emulator::float_of_e4m3(value.bits); }
+KGEN_DEVICE uint32_t low_e4m3x2_to_f16x2(uint32_t four) {
+  return pack_f16x2(emulator::float_of_e4m3(four & 0xff), emulator::float_of_e4m3(four >> 8 & 0xff));
+}
+KGEN_DEVICE uint32_t high_e4m3x2_to_f16x2(uint32_t four) { return low_e4m3x2_to_f16x2(four >> 16); }
+KGEN_DEVICE uint32_t swap_middle_bytes(uint32_t word) {
+  return (word & 0xff0000ffu) | (word >> 8 & 0xff00u) | (word << 8 & 0xff0000u);
+}
 KGEN_DEVICE float maximum(float a, float b) { return __builtin_fmaxf(a, b); }
 // .ftz: subnormal operands and results are zero.
 KGEN_DEVICE float flush_subnormal(float x) {
@@ -300,7 +315,15 @@ KGEN_DEVICE void mma_bf16_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_
   emulator::Machine& m = *emulator::machine;
   const emulator::MmaOperand mine{d, a, b0, b1};
   if (!m.gather("mma_bf16_16x8x16", 0, where, &mine)) return;
-  emulator::execute_mma(m.warp());
+  emulator::execute_mma(m.warp(), emulator::float_of_bf16);
+  m.release();
+}
+KGEN_DEVICE void mma_f16_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                 Location where = Location::current()) {
+  emulator::Machine& m = *emulator::machine;
+  const emulator::MmaOperand mine{d, a, b0, b1};
+  if (!m.gather("mma_f16_16x8x16", 0, where, &mine)) return;
+  emulator::execute_mma(m.warp(), emulator::float_of_f16);
   m.release();
 }
 
