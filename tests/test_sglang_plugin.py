@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packs import invented_pack
+from torch._C._distributed_c10d import HashStore
 
 from kgen.errors import InputError, PackError
 from kgen.resources import GENERATED
@@ -133,14 +134,14 @@ def test_ranks_with_different_packs_are_refused() -> None:
 
 def test_a_rank_that_says_nothing_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.2)
-    store = torch.distributed.distributed_c10d.HashStore()
+    store = HashStore()
     with pytest.raises(PackError, match=r"in 0\.2 s which kernels they would run, nothing from 2, 3; "):
         agreement.exchanged(store, ("a pack", ""), [1, 2, 3], 1)
 
 
 def test_ranks_hear_each_other_each_time_that_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_meetings", Counter())
-    store = torch.distributed.distributed_c10d.HashStore()
+    store = HashStore()
     for meeting, said in ((1, "one"), (2, "another")):
         store.set(f"kgen/4-6/{meeting}/6", json.dumps([said, ""]))
         assert agreement.exchanged(store, ("mine", "why"), [4, 6], 4) == {4: ("mine", "why"), 6: (said, "")}
