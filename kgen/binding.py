@@ -45,11 +45,16 @@ class Sizes:
 
 
 class Binding(ABC):
-    """One family's tensors, for one layout. ``plan_axes`` are the capacities that a call may use less of, so that its grid shrinks."""
+    """One family's tensors, for one layout. ``plan_axes`` are the capacities that a call may use less of, so that its
+    grid shrinks.
+
+    ``lengths`` are the tensors of offsets from which the plan's shared launches make what calls may share.
+    """
 
     rules: tuple[TensorRule, ...]
     options: ClassVar[tuple[str, ...]]
     plan_axes: ClassVar[tuple[str, ...]]
+    lengths: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def sizes(self, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Sizes:

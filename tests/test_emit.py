@@ -118,7 +118,11 @@ def test_the_manifest_knows_resources_driver_and_proofs(spec: Spec, emitted: Emi
     assert manifest.archs["sm_120"].min_cuda == (13, 0)
     assert manifest.archs["sm_120"].min_driver.startswith("580.")
     flash = manifest.sources[manifest.variants[manifest.dispatch["sm_120"]["h8_p1"].default].source]
-    assert [kernel.entry for kernel in flash.kernels] == ["verify_mla_flash", "verify_mla_combine"]
+    assert [kernel.entry for kernel in flash.kernels] == [
+        "verify_mla_flash",
+        "verify_mla_combine",
+        "verify_mla_schedule",
+    ]
     assert flash.kernels[0].shared_bytes == spec.family.kernels(spec.default, spec.layout("h8_p1"))[0].shared_bytes
     for cubin in flash.cubins.values():
         assert cubin.blocks_per_sm >= 1

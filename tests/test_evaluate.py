@@ -26,7 +26,11 @@ from kgen.tune.evaluate import ModelEvaluator, Study, Variant, floors_us, score
 SPEC = small_spec()
 LAYOUT = SPEC.layouts["h8_p1"]
 GPU = DeviceFingerprint("9.0", 132, 232448, 62914560, 3201000, "GPU", "580")
-FITS = {"verify_mla_flash": EntryResources(200, 0, 0, 0, 0), "verify_mla_combine": EntryResources(64, 0, 0, 0, 0)}
+FITS = {
+    "verify_mla_flash": EntryResources(200, 0, 0, 0, 0),
+    "verify_mla_combine": EntryResources(64, 0, 0, 0, 0),
+    "verify_mla_schedule": EntryResources(32, 0, 0, 0, 0),
+}
 
 
 def study(target: str = "sm_120", envelope: str = "sm_120") -> Study:
@@ -61,7 +65,7 @@ def test_a_modelled_trial_has_real_resources_and_every_point(monkeypatch: pytest
     spilling = dict(FITS) | {"verify_mla_flash": EntryResources(255, 0, 48, 40, 60)}
     built(monkeypatch, resources=spilling)
     record = modelled()
-    (main, combine), point = SPEC.family.kernels(SPEC.default, LAYOUT), study().points[0]
+    (main, combine, _), point = SPEC.family.kernels(SPEC.default, LAYOUT), study().points[0]
     assert (record.status, record.evidence, record.checked_on) == ("ok", "modelled", "")
     assert (record.registers, record.spill_bytes, record.blocks_per_sm) == (255, 100, 1)
     assert record.shared_bytes == main.shared_bytes

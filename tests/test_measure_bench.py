@@ -81,6 +81,19 @@ def test_jobs_say_which_driver_the_packed_cubins_need() -> None:
     ]
 
 
+def test_calls_that_share_nothing_are_timed_beside_where_asked() -> None:
+    spec, evaluator = shipped_spec(), Timed()
+    rows = list(time_calls(spec, invented_pack(), evaluator, spec.targets["sm_120"], CALLS, alone=True))
+    assert [(job.name, job.alone) for job in evaluator.jobs] == [
+        ("h8_p1 wide", False), ("h8_p1 default", False), ("h8_p1 wide alone", True),
+        ("h16_p1 default", False), ("h16_p1 default alone", True),
+    ]  # fmt: skip
+    assert [(row.variant, row.time_us, row.default_us, row.alone_us) for row in rows] == [
+        ("wide", 10.0, 20.0, 30.0),
+        ("default", 10.0, 10.0, 20.0),
+    ]
+
+
 def test_a_wrong_kernel_is_no_row() -> None:
     spec = shipped_spec()
     with pytest.raises(DeviceError, match="h8_p1 wide: not timed: wrong_result, out at a point: off"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import fake_cuda
@@ -86,6 +86,34 @@ def test_job_from_load_to_unload(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> No
     backend.disarm(name, POINT)
     backend.unload(name)
     assert (cuda.graphs, cuda.events, cuda.modules) == (0, 0, set())
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_calls_share_is_made_once_before_the_clock_starts(
+    cuda: fake_cuda.FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    made: list[bool] = []
+    used: list[bool] = []
+    monkeypatch.setattr(measure_device, "find_family", lambda name, where: toy_family.SharingToy())
+
+    def keep(struct: int) -> None:
+        made.append(not used)
+        toy_family.keep_offsets(struct)
+
+    def total(struct: int) -> None:
+        used.append(toy_family.kept(struct) is not None)
+        toy_family.sum_kept(struct)
+
+    cuda.kernels |= {"keep_offsets": keep, "sum_kept": total}
+    backend = opened()
+    measured = replace(job(tmp_path, "sum_kept", "finish keep_offsets"), alone=alone)
+    measured = replace(measured, candidate=toy_family.candidate("sum_kept"))
+    name = armed(backend, measured)
+    backend.sample(name, POINT, 1)
+    verdict = backend.confirm(name, POINT)
+    assert verdict["ok"], verdict["reason"]
+    assert made == ([] if alone else [True])
+    assert set(used) == {not alone}
 
 
 def test_every_launch_of_a_rotation_reads_its_own_copy(cuda: fake_cuda.FakeCuda, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def shipped_times() -> list[Timed]:
 def modelled_us(trial: TrialRecord, point: Point) -> float:
     family, resident = families()["verify_mla"], trial.blocks_per_sm or 0
     plan = family.plan(trial.candidate, trial.layout, point, sms=SM_90.sms, resident_blocks=resident)
-    main, combine = family.kernels(trial.candidate, trial.layout)
+    main, combine, _ = family.kernels(trial.candidate, trial.layout)
     footprints = {
         main.entry: Footprint(main.threads, resident, trial.spill_bytes or 0),
         combine.entry: Footprint(combine.threads, 2, 0),

@@ -25,7 +25,7 @@ def problems(plan: Plan, kernels: Sequence[Kernel]) -> list[str]:
     """What a plan asks beyond its kernels' threads and shared bytes, or beyond a grid's size."""
     compiled = {kernel.entry: kernel for kernel in kernels}
     found = []
-    for launch in plan.launches:
+    for launch in plan.sharing().launches:
         kernel = compiled[launch.entry]
         if not 32 <= launch.threads <= kernel.threads or launch.threads % 32:
             found.append(f"{launch.entry}: {launch.threads} threads of {kernel.threads}")
@@ -54,10 +54,10 @@ def test_every_launch_fits_its_kernel(name: str) -> None:
 def test_a_launch_that_does_not_fit_is_found() -> None:
     spec = load_spec(SPECS / "verify_mla.yaml")
     layout = spec.layouts["h8_p1"]
-    flash, combine = spec.family.kernels(spec.default, layout)
+    flash, combine, schedule = spec.family.kernels(spec.default, layout)
     plan = spec.family.plan(spec.default, layout, ODD_POINTS[0], sms=188, resident_blocks=1)
-    assert problems(plan, [flash, combine]) == []
-    found = problems(plan, [flash, replace(combine, threads=64)])
+    assert problems(plan, [flash, combine, schedule]) == []
+    found = problems(plan, [flash, replace(combine, threads=64), schedule])
     assert found == [f"verify_mla_combine: {plan.launches[1].threads} threads of 64"]
-    found = problems(plan, [replace(flash, shared_bytes=16), combine])
+    found = problems(plan, [replace(flash, shared_bytes=16), combine, schedule])
     assert found == [f"verify_mla_flash: {flash.shared_bytes} shared bytes of 16"]

@@ -247,3 +247,40 @@ def test_replay_changes_lengths_but_not_the_parameter_struct() -> None:
     assert replay.call.scalars == first.call.scalars
     assert [list(p.call.inputs["offsets"]) for p in (first, replay)] == [[0, 5, 5, 22], [0, 17, 17, 22]]  # type: ignore[arg-type]
     assert problems.first(case, 0) is first, "made once"
+
+
+def check_sharing(family: toy_family.SharingToy, launcher: Launcher) -> Verdict:
+    candidate = toy_family.candidate("sum_kept")
+    return validate(
+        family, candidate, toy_family.LAYOUT, toy_family.TOLERANCES, launcher, target_sms=4, resident_blocks=1
+    )
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_calls_that_may_share_are_proven_alone_and_sharing(cuda: fake_cuda.FakeCuda, on_gpu: bool) -> None:
+    def launcher(family: toy_family.SharingToy) -> Launcher:
+        if not on_gpu:
+            return EmulatorLauncher(ToyModule())  # type: ignore[arg-type]
+        kernels = family.kernels(toy_family.candidate("sum_kept"), toy_family.LAYOUT)
+        device = Device.open()
+        return DeviceLauncher(device, load_kernels(device, " ".join(k.entry for k in kernels).encode(), kernels))
+
+    family = toy_family.SharingToy()
+    verdict = check_sharing(family, launcher(family))
+    assert verdict.ok, verdict.reason
+    names = [result.name for result in verdict.cases if result.output == "log" and result.name.startswith("ragged")]
+    assert names == ["ragged", "ragged, replayed", "ragged", "ragged in 3 x 32 + 3 x 128 + 3 x 32 threads"]
+    verdict = check_sharing(faulty := toy_family.SharingToy("keep_most_offsets"), launcher(faulty))
+    assert verdict.reason.startswith("total of ragged in 3 x 32 + 3 x 128 + 3 x 32 threads, seed 0: relative L2 error")
+
+
+def test_a_plan_whose_calls_may_share_runs_alone_unless_told() -> None:
+    family, candidate, module = toy_family.SharingToy(), toy_family.candidate("sum_kept"), ToyModule()
+    plan = family.plan(candidate, toy_family.LAYOUT, {"batch": 3, "length": 17}, sms=4, resident_blocks=1)
+    problem = Problems(family, toy_family.LAYOUT).first(family.cases(toy_family.LAYOUT)[0], 0)
+    launcher = EmulatorLauncher(module)  # type: ignore[arg-type]
+    for ran in (plan, plan.alone(), plan.sharing()):
+        launcher.run(family, ran, [problem.call])
+    shared = [any(buffer.name == "kept" for buffer in buffers) for buffers in module.buffers]
+    assert shared == [False] * 4 + [True] * 3
+    assert plan.alone() == plan.alone().sharing() == plan.alone().alone()

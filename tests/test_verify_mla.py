@@ -175,6 +175,38 @@ def left_and_told(name: str, batch: str, cache_dir: Path, **changes: int) -> tup
     return found, told
 
 
+def scheduled(items: list[Item], nodes: list[int], prefixes: list[int], tile_m: int, tile_n: int) -> Array:
+    """The nine words of each item, as the launch that makes a schedule must write them."""
+    words = []
+    for item in items:
+        first, last = (-(-key // tile_n) for key in (item.first_key, item.last_key))
+        row_tiles = -(-nodes[item.request] * HEADS // tile_m)
+        request = (
+            sum(nodes[: item.request]),
+            nodes[item.request],
+            sum(prefixes[: item.request]),
+            prefixes[item.request],
+        )
+        words.append((*request, item.first_row, first, last - first, item.splits, row_tiles))
+    return np.array(words, np.uint32)
+
+
+@pytest.mark.parametrize("name", ["default", "small"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_schedule_is_what_is_told(name: str, batch: str, cache_dir: Path) -> None:
+    candidate, (prefixes, nodes, sms) = FLASH[name], BATCHES[batch]
+    case = case_of(prefixes, nodes)
+    plan = plan_of(candidate, case, sms)
+    blocks, tile_m, tile_n = plan.launches[0].grid[0], int(candidate["tile_m"]), int(candidate["tile_n"])
+    assert plan.workspace_bytes["schedule"] == -(-blocks // 4) * 4 * 48
+    left = {"schedule": np.full((-(-blocks // 4) * 4, 12), 7, np.uint32)}
+    making = Plan(plan.shared_launches, plan.alone().workspace_bytes, plan.scalars)
+    found = run(candidate, case, making, FAMILY.make_inputs(LAYOUT, case, 0), cache_dir, **left)["schedule"]
+    items = dealt_by_plan(plan, candidate, HEADS, prefixes, nodes)
+    np.testing.assert_array_equal(found[: len(items), :9], scheduled(items, nodes, prefixes, tile_m, tile_n))
+    assert (found[len(items) :, 7] == 0).all(), "blocks that find nothing to do"
+
+
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": SPEC.tolerances["lse"].max_abs * LOG2_E, "equal_nan": True}
 
 

@@ -132,6 +132,47 @@ class ToyFamily(Family):
         return ()
 
 
+class SharingToy(ToyFamily):
+    """Its sums may take the offsets from a copy that one launch of ``keeper`` made for many calls."""
+
+    params: ClassVar[ParameterStruct] = ParameterStruct(
+        (*ToyFamily.params.parameters, Parameter("kept", "pointer"))  # int32 [batch + 1], or null
+    )
+
+    def __init__(self, keeper: str = "keep_offsets") -> None:
+        self.keeper = keeper
+
+    def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
+        return (*super().kernels(candidate, layout), Kernel(self.keeper, 32, 0))
+
+    def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
+        plan = super().plan(candidate, layout, capacity, sms=sms, resident_blocks=resident_blocks)
+        *own, keep = plan.launches
+        workspace = {**plan.workspace_bytes, "kept": 4 * (capacity["batch"] + 1)}
+        return Plan(tuple(own), workspace, {}, (keep,), ("kept",))
+
+
+def kept(struct: int) -> Any:
+    """The array behind the parameter of `SharingToy`, or None."""
+    params = SharingToy.params
+    address = params.packer.unpack(ctypes.string_at(struct, params.size_bytes))[-1]
+    return at(address, ctypes.c_int32, Arguments(struct).batch + 1) if address else None
+
+
+def keep_offsets(struct: int) -> None:
+    kept(struct)[:] = Arguments(struct).offsets
+
+
+def keep_most_offsets(struct: int) -> None:
+    kept(struct)[:-1] = Arguments(struct).offsets[:-1]
+
+
+def sum_kept(struct: int) -> None:
+    arguments, ends = Arguments(struct), kept(struct)
+    ends = arguments.offsets if ends is None else ends
+    arguments.partial[:] = [arguments.values[a:b].sum() for a, b in itertools.pairwise(ends)]
+
+
 class Arguments:
     """The arrays behind a parameter struct."""
 
@@ -222,7 +263,8 @@ def remembers_lengths() -> Callable[[int], None]:
 def kernels() -> dict[str, Callable[[int], None]]:
     """All entries by name."""
     plain = (segment_sum, finish, forgets_last, adds_to_workspace, sorts_inputs, writes_past, finite_log)
-    named = {function.__name__: function for function in (*plain, slightly_off, illegal)}
+    sharing = (keep_offsets, keep_most_offsets, sum_kept)
+    named = {function.__name__: function for function in (*plain, *sharing, slightly_off, illegal)}
     return named | {"remembers_lengths": remembers_lengths()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ class Row:
 
     ``intensity`` is operations a byte, of the least that has to be moved.
     ``relative_error`` is of what the timed launches computed (relative L2, against the float64 reference).
+    A call finds what calls with the same lengths share made already, as a layer of a forward does; ``alone_us`` is the
+    median of calls that do without, where it was asked for.
     """
 
     layout: str
@@ -47,6 +49,7 @@ class Row:
     registers: int
     shared_bytes: int
     blocks_per_sm: int
+    alone_us: float | None = None
 
 
 def device_target(spec: Spec, capability: tuple[int, int]) -> Target:
@@ -60,10 +63,17 @@ def device_target(spec: Spec, capability: tuple[int, int]) -> Target:
 
 
 def time_calls(
-    spec: Spec, pack: Pack, evaluator: DeviceEvaluator, target: Target, calls: Iterable[BenchCall]
+    spec: Spec,
+    pack: Pack,
+    evaluator: DeviceEvaluator,
+    target: Target,
+    calls: Iterable[BenchCall],
+    *,
+    alone: bool = False,
 ) -> Iterator[Row]:
     """Prove and time every call on the evaluator's device, of which ``target`` has the rates.
 
+    With ``alone``, in the same rounds also calls of the same variant that share nothing.
     Raises DeviceError where a kernel is wrong or does not run.
     """
     dispatcher = pack.dispatcher()
@@ -72,11 +82,14 @@ def time_calls(
         table = dispatcher.table(named, name)
         match = table.lookup(point)
         labels = list(dict.fromkeys([match.variant, table.packed.default]))
-        results = evaluator.time_candidates([_job(spec, pack, table.arch, name, label) for label in labels], point)
+        jobs = [_job(spec, pack, table.arch, name, label) for label in labels]
+        lone = [replace(jobs[0], name=f"{jobs[0].name} alone", alone=True)] if alone else []
+        results = evaluator.time_candidates(jobs + lone, point)
         for result in results:
             if result.status != "ok" or not result.times:
                 raise DeviceError(result.job.name, f"not timed: {result.status}", seen=result.reason)
-        yield _row(spec, target, name, point, match.how, results)
+        row = _row(spec, target, name, point, match.how, results[: len(jobs)])
+        yield replace(row, alone_us=results[-1].times[0].time_us) if alone else row
 
 
 def _job(spec: Spec, pack: Pack, arch: str, layout_name: str, label: str) -> Job:

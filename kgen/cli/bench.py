@@ -57,8 +57,9 @@ def bench(
     """Time a pack's kernels on this machine's GPU, and the kernels of others beside them.
 
     What the pack dispatches to is timed with the default candidate in the same rounds, on the first GPU.
-    Each kernel is proven against the float64 reference first; times are medians of graph replays with a cold L2. Axes
-    that are not given run over the spec's workload. Without a GPU there is nothing to time: this exits 1 and says so.
+    Each kernel is proven against the float64 reference first; times are medians of graph replays with a cold L2. A call
+    finds what calls with the same lengths share made already, as a layer of a forward does. Axes that are not given run
+    over the spec's workload. Without a GPU there is nothing to time: this exits 1 and says so.
     Peers (SGLang, FlashInfer) are timed afterwards by the same protocol and keep no envelope; one that is not
     installed, fails or computes something else is named, and has no number.
 

@@ -58,6 +58,7 @@ class VerifyMlaBinding(Binding):
 
     options: ClassVar[tuple[str, ...]] = ("scale", "kv_scale", "nodes")
     plan_axes: ClassVar[tuple[str, ...]] = ("batch", "nodes")
+    lengths: ClassVar[tuple[str, ...]] = ("kv_indptr", "qo_indptr")
 
     def __init__(self, layout: Layout, capacity: Point) -> None:
         self._capacity = capacity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from kgen.device import ArgumentBuffer, Device, DeviceBuffer, Event, Graph, Stream
 from kgen.device.envelope import LoadedKernels, load_kernels
 from kgen.errors import DeviceError
-from kgen.family import Family, Plan, find_family
+from kgen.family import Family, Launch, Plan, find_family
 from kgen.measure.inputs import PointInputs
 from kgen.measure.job import Job, LoadedResources, key_of, target_from_json
 from kgen.measure.timing import launches_per_replay
@@ -157,7 +157,11 @@ class DeviceBackend:
             self._points.pop(key).free()
 
     def arm(self, name: str, point: Mapping[str, int]) -> None:
-        """Capture the job's launches over all input sets, often enough for a graph worth timing."""
+        """Capture the job's launches over all input sets, often enough for a graph worth timing.
+
+        What calls with the same lengths share is made once, before and outside of the graph: a call is timed as a layer
+        of a forward sees it, which finds it made. All input sets have the same lengths.
+        """
         loaded = self._jobs[name]
         job, family = loaded.job, loaded.family
         key = key_of(job.family, dict(job.layout), dict(point))
@@ -169,9 +173,11 @@ class DeviceBackend:
             sms=self.device.sms,
             resident_blocks=loaded.kernels.resident_blocks,
         )
+        plan = plan.alone() if job.alone else plan
         workspace = {name: self.device.allocate(size) for name, size in plan.workspace_bytes.items()}
         for buffer in workspace.values():
             self.device.fill(buffer.address, WORKSPACE_POISON, buffer.size_bytes, self.stream)
+        self._put_rotation(loaded, plan, plan.shared_launches, prepared, workspace, sets=1)
         self.stream.synchronize()
         launches = launches_per_replay(prepared.sets, self._floor_us(loaded, point))
         graph = Graph()
@@ -179,25 +185,32 @@ class DeviceBackend:
         loaded.armed[key_of(dict(point))] = armed
         with graph.capture(self.stream):
             for _ in range(launches // prepared.sets):
-                self._put_rotation(loaded, plan, prepared, workspace)
+                self._put_rotation(loaded, plan, plan.launches, prepared, workspace, sets=prepared.sets)
 
     def _floor_us(self, loaded: _Loaded, point: Mapping[str, int]) -> float:
         work = loaded.family.work(loaded.job.layout, point)
         return floor_us(self._limits, flop=work.flop, bytes_moved=work.bytes)
 
     def _put_rotation(
-        self, loaded: _Loaded, plan: Plan, prepared: PointInputs, workspace: Mapping[str, DeviceBuffer]
+        self,
+        loaded: _Loaded,
+        plan: Plan,
+        launches: Sequence[Launch],
+        prepared: PointInputs,
+        workspace: Mapping[str, DeviceBuffer],
+        *,
+        sets: int,
     ) -> None:
-        """Launch the plan once on every input set; the driver copies the arguments when it captures a launch."""
+        """Launch once on each of the first ``sets`` input sets; the driver copies the arguments of a launch."""
         launcher = DeviceLauncher(self.device, loaded.kernels)
         params = loaded.family.params
         arguments = ArgumentBuffer(params.size_bytes)
         fixed: dict[str, int | float] = {item.name: 0 for item in params.parameters if item.kind == "pointer"}
         fixed |= {name: buffer.address for name, buffer in workspace.items()}
-        for index in range(prepared.sets):
+        for index in range(sets):
             values = {**fixed, **prepared.scalars, **plan.scalars, **prepared.pointers(index)}
             arguments.view[:] = params.pack(values)
-            launcher.put(plan, arguments, self.stream)
+            launcher.put(launches, arguments, self.stream)
 
     def sample(self, name: str, point: Mapping[str, int], replays: int) -> list[float]:
         """Microseconds a launch, in each of ``replays`` replays, on a warm device."""

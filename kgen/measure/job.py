@@ -20,7 +20,8 @@ JobStatus = Status | Literal["dropped"]
 class Job:
     """One built candidate to prove and time. ``name`` is unique among the jobs of an evaluator.
 
-    ``minimum_cuda`` is the CUDA version that the cubin needs of the driver.
+    ``minimum_cuda`` is the CUDA version that the cubin needs of the driver. ``alone``: its calls are timed without what
+    calls with the same lengths may share, which otherwise is made before the clock starts.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Job:
     cubin_sha256: str
     tolerances: Mapping[str, Tolerance]
     minimum_cuda: tuple[int, int] | None = None
+    alone: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads."""

@@ -19,10 +19,11 @@ from kgen.runtime.dispatch import Explanation, Match, Table, arch_capability
 from kgen.runtime.manifest import Value
 from kgen.runtime.pack_reader import Pack
 from kgen.runtime.regions import Region
+from kgen.runtime.schedule import Schedule, SharedSchedule
 from kgen.runtime.tensors import TensorChecker
 
 if TYPE_CHECKING:
-    from kgen.family import Family, Launch
+    from kgen.family import Family, Launch, Plan
 
 DTYPES = ("bfloat16", "float8_e4m3fn", "float32", "int32", "int64")
 
@@ -33,7 +34,15 @@ class _Prepared:
 
     source: str
     launches: tuple[Launch, ...]
+    making: tuple[Launch, ...]  # the same after those that make a schedule
     scalars: Mapping[str, int]
+
+    @classmethod
+    def of(cls, source: str, plan: Plan) -> _Prepared:
+        """Raises InputError where a grid is too large."""
+        making = plan.sharing().launches
+        _check_grids(making)
+        return cls(source, plan.launches, making, plan.scalars)
 
 
 class PreparedCall:
@@ -43,6 +52,9 @@ class PreparedCall:
     nothing, so calls may be captured in a CUDA graph; a captured graph stays right when the contents of the tensors
     change, lengths included, up to the capacities. Calls share one workspace and argument buffer: make them from one
     thread at a time and on one stream, or prepare twice. ``last`` is how the latest call was matched.
+
+    Calls with the same lengths, as those of a model's layers, may also share one schedule: how the work is dealt to
+    blocks, which each call otherwise finds for itself. The first call makes it, the others keep it.
     """
 
     def __init__(
@@ -65,13 +77,19 @@ class PreparedCall:
         self._levels = {axis: plan_levels(capacity[axis]) for axis in binding.plan_axes}
         self._plans: dict[tuple[str | int, ...], _Prepared] = {}
         self._workspace: list[Region] = []
+        self._shared = SharedSchedule(binding.lengths, checked=checked)
         self._memory: list[Any] = []
 
-    def __call__(self, *, hint: Mapping[str, int] | None = None, **arguments: Any) -> None:
+    def __call__(
+        self, *, hint: Mapping[str, int] | None = None, schedule: Schedule | None = None, **arguments: Any
+    ) -> None:
         """Launch once. ``arguments`` are the family's tensors and options by name.
 
         ``hint`` gives values of workload axes that no tensor's shape shows (``prefix``), to choose the variant by; the
-        result is right whatever it says. Raises TensorError that names the tensor, before anything is launched.
+        result is right whatever it says. ``schedule="make"`` makes a schedule from the lengths, by one more launch, and
+        uses it; ``"keep"`` uses the one that the latest "make" of this prepared call left, and is right while the
+        lengths are the same; None uses none. Raises TensorError that names the tensor, before anything is launched, and
+        InputError where there is no schedule of a call with these sizes and this variant to keep.
         """
         tensors = {name: arguments.pop(name, None) for name in self._names}
         options = {name: arguments.pop(name, None) for name in self._binding.options}
@@ -80,21 +98,41 @@ class PreparedCall:
             raise InputError(next(iter(arguments)), "is no argument of this call", remedy=f"it takes {known}")
         if hint:
             self._check_hint(hint)
+        if schedule is not None:
+            self._shared.check_argument(schedule)
+        self._launch(tensors, options, hint, schedule)
+
+    def _launch(
+        self,
+        tensors: Mapping[str, Any],
+        options: Mapping[str, Any],
+        hint: Mapping[str, int] | None,
+        schedule: Schedule | None,
+    ) -> None:
         sizes = self._binding.sizes(tensors, options)
         regions = self._checker.check(tensors, sizes.dimensions)
         values = self._unset | self._binding.scalars(tensors, sizes, options)
         if self._checked:
             self._binding.check_content(tensors, sizes)
+        if schedule == "make":
+            self._shared.made = None
         if sizes.is_empty:
             return
         self.last = self.table.match(tuple(self._within({**sizes.point, **(hint or {})}).values()))
         plan = self._plans[self.last.variant, *self._level(sizes.extents)]
+        if schedule is not None:
+            scheduled = self._shared.call(self.last.variant, sizes, tensors)
+            if schedule == "keep":
+                self._shared.require(scheduled)
+            regions += self._shared.regions
         regions += self._workspace
         for region in regions:
             values[region.name] = region.address
         values |= plan.scalars
         self._packer.pack_into(self._backend.arguments, 0, *[values[name] for name in self._order])
-        self._backend.run(plan.source, plan.launches, regions)
+        self._backend.run(plan.source, plan.making if schedule == "make" else plan.launches, regions)
+        if schedule == "make":
+            self._shared.made = scheduled
 
     def _check_hint(self, hint: Mapping[str, Any]) -> None:
         if not hint.keys() <= self.capacity.keys():
@@ -120,6 +158,7 @@ class PreparedCall:
         variants = {name: pack.manifest.variants[name] for name in reachable}
         self._backend.load(pack, sorted({variant.source for variant in variants.values()}), self.table.arch)
         needed: dict[str, int] = {}
+        shared: set[str] = set()
         for name, variant in variants.items():
             blocks = self._backend.resident_blocks(variant.source)
             for level in product(*self._levels.values()):
@@ -127,14 +166,15 @@ class PreparedCall:
                 plan = family.plan(
                     variant.candidate, self.table.packed.layout, capacity, sms=self._backend.sms, resident_blocks=blocks
                 )
-                _check_grids(plan.launches)
-                self._plans[name, *level] = _Prepared(variant.source, plan.launches, plan.scalars)
+                self._plans[name, *level] = _Prepared.of(variant.source, plan)
+                shared.update(plan.shared_workspace)
                 for buffer, size in plan.workspace_bytes.items():
                     needed[buffer] = max(needed.get(buffer, 0), size)
         for buffer, size in needed.items():
             memory = torch.empty(size, dtype=torch.uint8, device=device)
             self._memory.append(memory)
-            self._workspace.append(Region(buffer, memory.data_ptr(), size, writable=True))
+            regions = self._shared.regions if buffer in shared else self._workspace
+            regions.append(Region(buffer, memory.data_ptr(), size, writable=True))
 
 
 def plan_levels(capacity: int) -> tuple[int, ...]:

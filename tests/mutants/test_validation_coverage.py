@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mla_schedule import dealt_by_plan
@@ -57,6 +58,7 @@ def loops(candidate: Candidate, plan: Plan, layout: Layout, case: Case) -> Loops
     for item in items:
         lengths.setdefault(item.request, []).append(item.tiles(tile_n))
         rows.setdefault(item.request if item.splits > 1 else -1, set()).add(item.first_row)
+    (flash,) = [launch for launch in plan.launches if launch.entry == "verify_mla_flash"]
     splits, groups = max(item.splits for item in items), plan.scalars["combine_groups"]
     return Loops(
         tiles=max(max(tiles) for tiles in lengths.values()),
@@ -66,7 +68,7 @@ def loops(candidate: Candidate, plan: Plan, layout: Layout, case: Case) -> Loops
         combine_groups=groups,
         combine_rounds=-(-splits // (groups * COMBINE_LOADS)) if groups else 0,
         requests=len(case.options["prefixes"]),
-        has_idle_block=len(items) < plan.launches[0].grid[0],
+        has_idle_block=len(items) < flash.grid[0],
         has_more_tiles_than_slots=len(items) > plan.scalars["work_slots"],
     )
 
@@ -146,8 +148,12 @@ PRODUCT = "    value_tile.accumulate(probability_lane, o);\n"
 LEAVE = "    ring.leave(tile, stage);\n"
 OWNER = "const int owner = (m * 16 + half * 8) / T::kOwnRows;"
 TAIL = "    if (first_key + Config::kTileN > request.prefix) {\n"
-ITEM = "divide(place, work.row_tiles);"
-RANGE = "const int first_tile = work.first_tile(split), tiles = work.first_tile(split + 1) - first_tile;"
+ITEM = "split = divide(place, work.row_tiles),"
+FIRST = "first = work.first_tile(split);"
+LENGTH = "work.first_tile(split + 1) - first,"
+LOADED = "word(b.x), word(b.y), word(b.z), word(b.w)"
+STORED = "if (thread_index() % 32 == 0) store"
+SCHEDULED = "block_index_x() * Config::kScheduleWarps + thread_index() / 32;"
 ROUND = "start < splits; start += kInFlight * params.combine_groups"
 IN_FLASH, WRONG, NAN = "verify_mla_flash.cuh", "relative L2 error", "are NaN or never written"
 OUTSIDE = "outside every buffer"
@@ -214,13 +220,15 @@ MUTANTS = {
     "left-over tiles are dropped": Mutant(
         SCHEDULE, "work.longer = work.key_tiles - work.share * work.splits;", "work.longer = 0;", WRONG
     ),
-    "every other split is done twice": Mutant(FLASH, ITEM, ITEM.replace(";", " / 2 * 2;"), NAN),
+    "every other split is done twice": Mutant(SCHEDULE, ITEM, ITEM.replace("),", ") / 2 * 2,"), NAN),
     "a split starts one tile early": Mutant(
-        FLASH, RANGE, RANGE.replace("work.first_tile(split),", "work.first_tile(split) - (split > 0),"), WRONG
+        SCHEDULE, FIRST, FIRST.replace(";", " - (split > 0);"), WRONG
     ),
-    "a split ends one tile early": Mutant(FLASH, RANGE, RANGE.replace(";", " - (split + 1 < work.splits);"), WRONG),
+    "a split ends one tile early": Mutant(
+        SCHEDULE, LENGTH, LENGTH.replace("first,", "first - (split + 1 < work.splits),"), WRONG
+    ),
     "row tiles and splits change places": Mutant(
-        FLASH, ITEM, "divide(place, work.splits);", OUTSIDE, cases=("many_nodes",)
+        SCHEDULE, ITEM, "split = divide(place, work.splits),", OUTSIDE, cases=("many_nodes",)
     ),
     "items start after the request's own": Mutant(
         SCHEDULE, "work.first_item = shuffle(end - mine, owner);", "work.first_item = shuffle(end, owner);", OUTSIDE,
@@ -239,6 +247,34 @@ MUTANTS = {
     ),
     "every block is given a split, and no row tile its own": Mutant(
         SCHEDULE, "params.work_slots - row_tiles;", "params.work_slots;", NAN, sms=5
+    ),
+    # The schedule that calls share; blocks that find their own work do not see these.
+    "the schedule is stored with another request's first node": Mutant(
+        SCHEDULE, "{word(request.first_node), word(request.nodes),", "{word(request.nodes), word(request.nodes),", WRONG
+    ),
+    "the schedule is stored without row tiles": Mutant(
+        SCHEDULE, "{word(item.row_tiles), 0", "{0, 0", NAN, cases=("chain",)
+    ),
+    "the schedule is loaded with the first tile and their number changed": Mutant(
+        SCHEDULE, LOADED, "word(b.x), word(b.z), word(b.y), word(b.w)", WRONG
+    ),
+    "the schedule is loaded with the first row left out": Mutant(
+        SCHEDULE, LOADED, LOADED.replace("word(b.x)", "0"), NAN, cases=("many_nodes",)
+    ),
+    "the schedule is loaded with a prefix of another request": Mutant(
+        SCHEDULE, "word(a.z), word(a.w)}", "word(a.z), word(a.z)}", WRONG
+    ),
+    "the schedule is loaded for the next block": Mutant(
+        SCHEDULE, "load_item<Config>(params.schedule, index)", "load_item<Config>(params.schedule, index + 1)", NAN
+    ),
+    "one warp of a block makes the schedule": Mutant(
+        SCHEDULE, SCHEDULED, SCHEDULED.replace("+ thread_index() / 32", ""), "race on global memory"
+    ),
+    "blocks of the schedule leave the last item out": Mutant(
+        SCHEDULE, STORED, STORED.replace("(t", "(thread_index() < 96 && t"), OUTSIDE
+    ),
+    "items that nobody has are not stored": Mutant(
+        SCHEDULE, STORED, STORED.replace("(t", "(item.splits > 0 && t"), OUTSIDE
     ),
     # The combine.
     "combine groups start at the wrong split": Mutant(COMBINE, "int start = group;", "int start = group + 1;", WRONG),
@@ -267,10 +303,10 @@ MUTANTS = {
         COMBINE, "(block_index_y() * column_threads + place)", "place", "verify_mla_combine.cuh"
     ),
     "combine is told the splits of another row tile": Mutant(
-        FLASH, "stride = work.row_tiles * Config::kTileM,", "stride = Config::kTileM,", NAN, cases=("chain",)
+        FLASH, "stride = item.row_tiles * Config::kTileM,", "stride = Config::kTileM,", NAN, cases=("chain",)
     ),
     "combine is told of the first row tile only": Mutant(
-        FLASH, "if (split == 0) tell_combine", "if (place == 0) tell_combine", NAN, cases=("chain",)
+        FLASH, "(first_tile == 0) tell_combine", "(first_tile + tile_row == 0) tell_combine", NAN, cases=("chain",)
     ),
 }  # fmt: skip
 
@@ -342,3 +378,26 @@ def test_a_planted_bug_is_found(spec: Spec, name: str, tmp_path: Path, cache_dir
     )
     assert not verdict.ok
     assert mutant.reason in verdict.reason, verdict.reason
+
+
+def test_a_schedule_of_too_few_blocks_is_found(spec: Spec, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = type(spec.family).plan
+
+    def one_less(*arguments: Any, **more: Any) -> Plan:
+        plan = plain(*arguments, **more)
+        grids = [(max(1, launch.grid[0] - 1), 1, 1) for launch in plan.shared_launches]
+        shared = [replace(launch, grid=grid) for launch, grid in zip(plan.shared_launches, grids, strict=True)]
+        return replace(plan, shared_launches=tuple(shared))
+
+    monkeypatch.setattr(type(spec.family), "plan", one_less)
+    verdict = validate_templates(spec, {}, TEMPLATES, cache_dir)
+    assert OUTSIDE in verdict.reason, verdict.reason
+
+
+def test_every_case_is_run_with_a_schedule_and_without(spec: Spec) -> None:
+    layout = spec.layout("h8_p1")
+    for case in spec.family.cases(layout):
+        plans = spec.family.proving_plans(spec.default, layout, spec.family.capacity(case), sms=SMS, resident_blocks=1)
+        alone, sharing, *_ = plans
+        assert sharing.launches[1:] == alone.launches
+        assert ["schedule" in plan.workspace_bytes for plan in (alone, sharing)] == [False, True]
