@@ -110,8 +110,8 @@ def make_step(
     rows = torch.zeros(total, dtype=torch.int64)
     rows[:bs] = torch.randperm(runner.req_to_token_pool.size, generator=generator)[:bs] + 1
     for layer in range(len(pool.kv_buffer)):
-        rows = pool.get_key_buffer(layer)
-        rows.copy_(torch.randn(rows.shape, generator=generator))
+        cached = pool.get_key_buffer(layer)
+        cached.copy_(torch.randn(cached.shape, generator=generator))
     out_slots = torch.zeros(total * nodes, dtype=torch.int64)
     used = 0
     for index, prefix in enumerate(prefixes):

@@ -19,7 +19,6 @@ from untuned_pack import untuned_pack
 from kgen.runtime import Pack
 from kgen.sglang.plugin import BACKEND, enable
 from kgen.sglang.suitable import kv_scale
-from kgen.sglang.tally import Tally
 
 NODES = 7
 PREFIXES = (5, 0, 37)

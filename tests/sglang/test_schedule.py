@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang_graphs import WARM_UPS, VerifyGraphs
 from untuned_pack import untuned_pack
 
 from kgen.runtime import PreparedCall
@@ -59,13 +60,6 @@ def run_layers(backend: Any, model: Sequence[Any], step: harness.Step) -> list[t
 def eager(backend: Any, model: Sequence[Any], step: harness.Step) -> list[torch.Tensor]:
     with harness.active(backend):
         backend.init_forward_metadata(step.batch)
-    return run_layers(backend, model, step)
-
-
-def graph(backend: Any, model: Sequence[Any], step: harness.Step, *, capture: bool = False) -> list[torch.Tensor]:
-    with harness.active(backend):
-        backend.init_forward_metadata_out_graph(step.batch, in_capture=capture)
-        backend.init_forward_metadata_in_graph(step.batch)
     return run_layers(backend, model, step)
 
 
@@ -131,16 +125,24 @@ def test_a_call_that_is_refused_leaves_nothing_to_keep(runner: Any, schedules: l
 
 
 def test_graphs_and_eager_forwards_take_turns(runner: Any, schedules: list[Any]) -> None:
-    """A graph holds its own making; what an eager forward, or another graph, left is never kept."""
+    """Each run of a graph makes its own; what an eager forward, or another graph, left is never kept."""
     ours, model = ATTENTION_BACKENDS[BACKEND](runner), layers()
-    ours.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * NODES)
-    first = harness.make_step(runner, PREFIXES, NODES)
-    assert_right(runner, first, eager(ours, model, first))
-    for size in (4, 2):
-        graph(ours, model, harness.make_step(runner, (1,) * size, NODES), capture=True)
-    for seed, (prefixes, padded) in enumerate([((30, 2), 2), ((9,), 1), ((64, 3, 3, 0), 0)], start=1):
-        step = harness.make_step(runner, prefixes, NODES, seed, padded=padded)
-        assert_right(runner, step, graph(ours, model, step))
-        step = harness.make_step(runner, prefixes[::-1], NODES, seed + 9)
+    rows = torch.ones(2, 4 * NODES, 8, harness.LATENT + harness.ROPE, dtype=torch.bfloat16)
+
+    def forward(batch: Any) -> list[torch.Tensor]:
+        tokens = batch.batch_size * NODES
+        q, k = rows[0, :tokens], rows[1, :tokens, :1].contiguous()
+        return [layer(q, k, k[..., : harness.LATENT], batch) for layer in model]
+
+    def check_eager(prefixes: Sequence[int], seed: int) -> None:
+        step = harness.make_step(runner, prefixes, NODES, seed)
         assert_right(runner, step, eager(ours, model, step))
-    assert schedules == ["make", "keep", "keep"] * 9
+
+    check_eager(PREFIXES, 0)
+    graphs = VerifyGraphs(runner, ours, forward, nodes=NODES, sizes=[4, 2])
+    for seed, prefixes in enumerate([(30, 2), (9,), (64, 3, 3, 0), (1, 70, 8)], start=1):
+        step = harness.make_step(runner, prefixes, NODES, seed)
+        rows[0, : len(step.q)], rows[1, : len(step.k)] = step.q, step.k
+        assert_right(runner, step, graphs(step.batch))
+        check_eager(prefixes[::-1], seed + 9)
+    assert schedules == ["make", "keep", "keep"] * (1 + 2 * WARM_UPS + 8)

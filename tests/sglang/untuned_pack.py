@@ -35,7 +35,9 @@ def untuned_pack(*layouts: str) -> Pack:
         layout = spec.layout(layouts[0])
         source = render(spec.family, candidate, layout)
         data = files[source_path(source.name)] = source.text.encode()
-        kernels = tuple(PackedKernel(k.entry, k.threads, k.shared_bytes) for k in spec.family.kernels(candidate, layout))
+        kernels = tuple(
+            PackedKernel(k.entry, k.threads, k.shared_bytes) for k in spec.family.kernels(candidate, layout)
+        )
         sources[source.name] = PackedSource(hashlib.sha256(data).hexdigest(), kernels, {})
         proofs = {name: Proof("emulator", 1e-3) for name in layouts}
         variants[role] = PackedVariant(role, role, source.name, dict(candidate), proofs)  # type: ignore[arg-type]
