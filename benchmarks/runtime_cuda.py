@@ -2,15 +2,19 @@
 
     python benchmarks/runtime_cuda.py --pack DIR
 
-Every case of the family runs eagerly and, captured in a CUDA graph with its first inputs, is replayed with others.
-Prints one line a case, then the host time of a call and of a lookup. Exits 1 if anything is wrong.
+Every case of the family runs eagerly and, captured in a CUDA graph with its first inputs, is replayed with others: one
+call that finds its own work, and three as layers of a forward, of which the first makes the schedule that the others
+keep. Prints a line for each, then the host time of a call without a schedule and of one that keeps it. Exits 1 if
+anything is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +25,13 @@ from kgen.cli.options import shipped_pack
 from kgen.family import Array, Case, Layout, find_family
 from kgen.resources import SPECS
 from kgen.runtime import PreparedCall, load_pack, prepare
+from kgen.runtime.schedule import Schedule
 from kgen.spec import load_spec
 from kgen.validate import compare, reversed_lengths
 
 FAMILY = find_family("verify_mla", "runtime_cuda")
 SPEC = load_spec(SPECS / "verify_mla.yaml")
+WAYS: Mapping[str, Sequence[Schedule | None]] = {"alone": (None,), "three layers": ("make", "keep", "keep")}
 
 
 def on_gpu(name: str, array: Array | None) -> Any:
@@ -53,54 +59,91 @@ def errors(
     return wrong
 
 
-def run_case(layout: Layout, verify: PreparedCall, case: Case) -> list[str]:
-    """Eager, then captured and replayed with the case's lengths in reverse."""
-    inputs = FAMILY.make_inputs(layout, case, 0)
-    tensors = {name: on_gpu(name, array) for name, array in inputs.items()}
-    outputs = {name: on_gpu(name, array) for name, array in FAMILY.output_arrays(layout, case, inputs).items()}
-    verify(**tensors, **outputs)
-    wrong = errors(layout, case, 0, inputs, outputs)
+@dataclass(frozen=True)
+class Layer:
+    """One call: what it is given, what it writes, and what it does about the schedule."""
 
-    other = reversed_lengths(case)
-    changed = FAMILY.make_inputs(layout, other, 1)
-    if any(
-        array is not None and array.shape != inputs[name].shape for name, array in changed.items() if name != "kv_pool"
-    ):
+    seed: int
+    schedule: Schedule | None
+    tensors: dict[str, Any]
+    outputs: dict[str, Any]
+
+    @classmethod
+    def make(cls, layout: Layout, case: Case, seed: int, schedule: Schedule | None) -> Layer:
+        """Inputs of a seed, on the GPU."""
+        inputs = FAMILY.make_inputs(layout, case, seed)
+        outputs = FAMILY.output_arrays(layout, case, inputs)
+        on = ({name: on_gpu(name, array) for name, array in arrays.items()} for arrays in (inputs, outputs))
+        return cls(seed, schedule, *on)
+
+    def run(self, verify: PreparedCall) -> None:
+        """Call it."""
+        verify(**self.tensors, **self.outputs, schedule=self.schedule)
+
+    def errors(self, layout: Layout, case: Case, seed: int) -> list[str]:
+        """What is wrong with the outputs, for the inputs of a seed."""
+        return errors(layout, case, seed, FAMILY.make_inputs(layout, case, seed), self.outputs)
+
+    def fits(self, changed: Mapping[str, Array | None]) -> bool:
+        """Whether a captured call can be replayed with these inputs."""
+        return all(
+            array is None or array.shape == self.tensors[name].shape
+            for name, array in changed.items()
+            if name != "kv_pool"
+        )
+
+    def change(self, changed: Mapping[str, Array | None]) -> None:
+        """Put other inputs where the captured call looks, and poison in its outputs."""
+        for name, array in changed.items():
+            if array is not None:
+                self.tensors[name][: len(array)].copy_(on_gpu(name, array))
+        for output in self.outputs.values():
+            if output is not None:
+                output.fill_(float("nan"))
+
+
+def run_case(layout: Layout, verify: PreparedCall, case: Case, schedules: Sequence[Schedule | None]) -> list[str]:
+    """Eager, then captured and replayed with the case's lengths in reverse; a layer for each of ``schedules``."""
+    layers = [Layer.make(layout, case, seed, schedule) for seed, schedule in enumerate(schedules)]
+    for layer in layers:
+        layer.run(verify)
+    wrong = [error for layer in layers for error in layer.errors(layout, case, layer.seed)]
+
+    other, later = reversed_lengths(case), len(layers)
+    changed = [FAMILY.make_inputs(layout, other, layer.seed + later) for layer in layers]
+    if not all(layer.fits(inputs) for layer, inputs in zip(layers, changed, strict=True)):
         return wrong
-    pool = on_gpu("kv_pool", changed["kv_pool"])
+    for layer, inputs in zip(layers, changed, strict=True):
+        pool = on_gpu("kv_pool", inputs["kv_pool"])
+        rows = max(len(layer.tensors["kv_pool"]), len(pool))
+        layer.tensors["kv_pool"] = torch.empty((rows, pool.shape[1]), dtype=pool.dtype, device=pool.device)
     graph = torch.cuda.CUDAGraph()
-    rows = max(len(tensors["kv_pool"]), len(pool))
-    tensors["kv_pool"] = torch.empty((rows, pool.shape[1]), dtype=pool.dtype, device=pool.device)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
-        verify(**tensors, **outputs)
+        for layer in layers:
+            layer.run(verify)
         allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated
     if allocated:
-        wrong.append(f"{case.name}: the captured call allocated memory {allocated} times")
-    for name, array in changed.items():
-        if array is not None:
-            tensors[name][: len(array)].copy_(on_gpu(name, array))
-    for output in outputs.values():
-        if output is not None:
-            output.fill_(float("nan"))
+        wrong.append(f"{case.name}: the captured calls allocated memory {allocated} times")
+    for layer, inputs in zip(layers, changed, strict=True):
+        layer.change(inputs)
     graph.replay()
     torch.cuda.synchronize()
-    return wrong + errors(layout, other, 1, changed, outputs)
+    return wrong + [error for layer in layers for error in layer.errors(layout, other, layer.seed + later)]
 
 
-def host_time_us(layout: Layout, verify: PreparedCall) -> float:
+def host_time_us(layout: Layout, verify: PreparedCall, schedule: Schedule | None) -> float:
     """Microseconds that one call takes on the host, launches queued and not waited for."""
     case = Case("host", {"prefixes": [64] * 4, "nodes": [4] * 4, "lse": False})
-    inputs = FAMILY.make_inputs(layout, case, 0)
-    tensors = {name: on_gpu(name, array) for name, array in inputs.items()}
-    outputs = {name: on_gpu(name, array) for name, array in FAMILY.output_arrays(layout, case, inputs).items()}
+    Layer.make(layout, case, 0, "make").run(verify)
+    layer = Layer.make(layout, case, 0, schedule)
     best = float("inf")
     for _ in range(20):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(50):
-            verify(**tensors, **outputs)
+            layer.run(verify)
         best = min(best, (time.perf_counter() - start) / 50 * 1e6)
     return best
 
@@ -115,12 +158,14 @@ def main() -> None:
         layout = SPEC.layout(name)
         capacity = {"batch": 40, "nodes": 80, "prefix": 4096}
         verify = prepare(pack, family="verify_mla", layout=name, capacity=capacity, device="cuda:0", checked=False)
-        for case in FAMILY.cases(layout):
-            found = run_case(layout, verify, case)
+        for case, (what, schedules) in product(FAMILY.cases(layout), WAYS.items()):
+            found = run_case(layout, verify, case, schedules)
             outcome = "; ".join(found) if found else "right, eager and replayed"
-            print(f"{name} {case.name}: {outcome} ({verify.last.variant})")
+            print(f"{name} {case.name}, {what}: {outcome} ({verify.last.variant})")
             wrong += found
-        print(f"{name}: {host_time_us(layout, verify):.1f} us of host time a call")
+        for schedule in (None, "keep"):
+            time_us = host_time_us(layout, verify, schedule)
+            print(f"{name}: {time_us:.1f} us of host time a call, schedule={schedule!r}")
     raise SystemExit(1 if wrong else 0)
 
 

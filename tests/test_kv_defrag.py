@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kgen.build.toolchain import find_toolchain
-from kgen.errors import TensorError
+from kgen.errors import InputError, TensorError
 from kgen.family import Candidate, slice_addresses
 from kgen.render import render
 from kgen.resources import SPECS, TEMPLATES
@@ -221,6 +221,12 @@ def test_random_moves_are_simultaneous(move: PreparedCall, data: st.DataObject) 
         count=torch.tensor([count], dtype=torch.int32),
     )
     assert all(torch.equal(layer, wanted) for layer, wanted in zip(pool, expected, strict=True))
+
+
+def test_calls_share_no_schedule(move: PreparedCall) -> None:
+    tensors: dict[str, Any] = {"layer_ptrs": PointerTable(make_pool()), "src_slots": at(1), "dst_slots": at(2)}
+    with pytest.raises(InputError, match=r"^schedule: is no argument of this call, 'make'; leave it out$"):
+        move(**tensors, count=torch.tensor([1], dtype=torch.int32), schedule="make")
 
 
 def at(*numbers: int) -> torch.Tensor:

@@ -119,8 +119,9 @@ def test_pool_rows_may_be_apart_and_have_a_middle_dimension(spec: Spec, call: Pr
 @pytest.mark.parametrize("hint", [1, 256])
 def test_a_small_batch_after_a_large_one_is_right(spec: Spec, call: PreparedCall, hint: int) -> None:
     """What the large one left in the workspace speaks of split rows that the small one does not have."""
-    memory = dict(zip((region.name for region in call._workspace), call._memory, strict=True))
-    merges = memory["merges"].view(torch.int32).view(-1, 4)
+    (place,) = [region.address for region in call._workspace if region.name == "merges"]
+    (memory,) = [memory for memory in call._memory if memory.data_ptr() == place]
+    merges = memory.view(torch.int32).view(-1, 4)
     merges.zero_()
     for nodes in (3, 1):
         case = Case("long", {"prefixes": [900], "nodes": [nodes], "lse": True})
@@ -177,7 +178,7 @@ def test_nothing_is_allocated_or_loaded_after_prepare(
 
 
 def test_all_plans_fit_the_workspace(spec: Spec, call: PreparedCall, pack: Pack) -> None:
-    room = {region.name: region.size_bytes for region in call._workspace}
+    room = {region.name: region.size_bytes for region in (*call._workspace, *call._shared.regions)}
     assert room
     layout = spec.layout("h8_p1")
     for name in {str(key[0]) for key in call._plans}:

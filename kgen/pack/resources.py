@@ -41,7 +41,7 @@ class ResourceRow:
 
 
 def resource_rows(spec: Spec, pack: Pack, nvdisasm: Path) -> list[ResourceRow]:
-    """A row for each target, source and kernel of a pack, in this order; main kernels before their combines.
+    """A row for each target, source and kernel of a pack, in this order; main kernels first.
 
     Raises InputError where the spec lacks a target of the pack, ToolchainError where nvdisasm fails.
     """

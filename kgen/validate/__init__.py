@@ -3,7 +3,8 @@
 A result counts only if every element was written (outputs start as NaN, so does the workspace), every
 error is inside the tolerances, no input was changed, nothing was written around the arrays, and the same
 launches, replayed after the lengths changed in place, are right again. All cases run as the target would run
-them and under the family's other plans (`Family.proving_plans`), whose blocks are longer or more.
+them and under the family's other plans (`Family.proving_plans`), whose blocks are longer or more; calls that may share
+what they make, alone and sharing.
 """
 
 from __future__ import annotations
