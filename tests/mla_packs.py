@@ -88,9 +88,11 @@ def sources_only_pack(spec: Spec, folder: Path, layouts: Sequence[str] = ("h8_p1
 
 
 def to_torch(array: Array | None) -> torch.Tensor | None:
-    """A tensor on the same memory: uint16 is bf16, uint32 is int32."""
+    """A tensor on the same memory: uint16 is bf16, uint8 e4m3, uint32 int32."""
     if array is None:
         return None
+    if array.dtype == "uint8":
+        return torch.from_numpy(array).view(torch.float8_e4m3fn)
     if array.dtype == "uint16":
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(array.view("int32") if array.dtype == "uint32" else array)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from kgen.emulator import (
     EMULATOR_FLAGS,
@@ -533,6 +534,53 @@ def test_mma_of_ldmatrix_fragments(load: Load, entry: str, depth: int) -> None:
         )
         expected = bf16_value(a).astype(np.float64) @ bf16_value(b).astype(np.float64).T
         np.testing.assert_allclose(d, expected, rtol=0, atol=1e-5 * depth)
+
+
+def test_mma_of_f16_fragments(load: Load) -> None:
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal((rows, 32), np.float32).astype(np.float16) for rows in (16, 8))
+    a[0, :3], b[0, :3] = [2**-24, 2**-15, 65504], [1, 2**-24, 0.5]  # subnormal numbers, and the largest
+    d = np.zeros((16, 8), np.float32)
+    params = struct.pack("QQQi4x", a.ctypes.data, b.ctypes.data, d.ctypes.data, 32)
+    buffers = [buffer("a", a), buffer("b", b), buffer("d", d, writable=True)]
+    load("numerics").launch(
+        "product_of_f16", grid=(1, 1, 1), threads=32, shared_bytes=1024, params=params, buffers=buffers
+    )
+    np.testing.assert_allclose(d, a.astype(np.float64) @ b.astype(np.float64).T, rtol=2e-6, atol=1e-5)
+
+
+def test_f16_rounding_of_edge_cases(load: Load) -> None:
+    edges = [65519.996, 65520, -65520, np.inf, np.nan, 2**-24, 2**-25, 2**-25 * 1.001, 3 * 2**-25, 6.1e-5, 2**-14, 0, -0.0]
+    random = np.random.default_rng(0)
+    drawn = random.standard_normal(2**12 - len(edges)) * 2.0 ** random.integers(-30, 18, 2**12 - len(edges))
+    values = np.concatenate([edges, drawn]).astype(np.float32)
+    out = np.zeros(values.size // 2, np.uint32)
+    params = struct.pack("QQ", values.ctypes.data, out.ctypes.data)
+    buffers = [buffer("in", values), buffer("out", out, writable=True)]
+    grid = (out.size // 32, 1, 1)
+    load("numerics").launch("f16_pairs", grid=grid, threads=32, shared_bytes=0, params=params, buffers=buffers)
+    with np.errstate(over="ignore"):
+        expected = values.astype(np.float16).view(np.uint16)
+    expected[4] = 0x7FFF  # NaN, as the hardware gives it
+    np.testing.assert_array_equal(out.view(np.uint16), expected)
+
+
+def test_every_e4m3_value(load: Load) -> None:
+    bits = np.arange(256, dtype=np.uint8)
+    expected = torch.from_numpy(bits).view(torch.float8_e4m3fn).float().numpy()
+    for first in (0, 128):
+        four = bits[first : first + 128].view(np.uint32)
+        pairs, floats, swapped = np.zeros(64, np.uint32), np.zeros(128, np.float32), np.zeros(32, np.uint32)
+        params = struct.pack("QQQQ", *(array.ctypes.data for array in (four, pairs, floats, swapped)))
+        buffers = [buffer("in", four)]
+        buffers += [
+            buffer(name, array, writable=True)
+            for name, array in (("pairs", pairs), ("floats", floats), ("swapped", swapped))
+        ]
+        load("numerics").launch("e4m3_values", grid=(1, 1, 1), threads=32, shared_bytes=0, params=params, buffers=buffers)
+        np.testing.assert_array_equal(floats, expected[first : first + 128])
+        np.testing.assert_array_equal(pairs.view(np.float16), expected[first : first + 128])
+        np.testing.assert_array_equal(swapped.view(np.uint8), four.view(np.uint8).reshape(-1, 4)[:, [0, 2, 1, 3]].ravel())
 
 
 def test_bf16_rounding_of_edge_cases(load: Load) -> None:

@@ -35,7 +35,7 @@ class SglangExtend(Peer):
     def calls(self, inputs: PeerInputs) -> list[Call]:
         kernel, given = _extend_kernel(), inputs.tensors
         latent, nodes = int(inputs.layout["latent"]), inputs.point["nodes"]
-        draft, slots = given["draft_kv"].unsqueeze(1), given["kv_indices"].long()
+        draft, slots = given["draft_kv"].to(given["q"].dtype).unsqueeze(1), given["kv_indices"].long()
         mask, mask_indptr = _full_mask(inputs)
         scales = {name: 1.0 for name in ("k_scale", "v_scale") if name in inspect.signature(kernel).parameters}
 
@@ -100,10 +100,9 @@ class FlashInferMla(Peer):
             workspace, backend=self.backend
         )
         indices, indptr = _with_drafts(inputs)
-        dtype = torch.bfloat16
         wrapper.plan(
             given["qo_indptr"], indptr, indices, indptr.diff().to(torch.int32), int(layout["heads"]), latent, rope,
-            1, True, float(layout["scale_dim"]) ** -0.5, dtype, dtype,
+            1, True, float(layout["scale_dim"]) ** -0.5, given["q"].dtype, given["kv_pool"].dtype,
         )  # fmt: skip
         q_latent, q_rope = given["q"][..., :latent].contiguous(), given["q"][..., latent:].contiguous()
 

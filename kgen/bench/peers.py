@@ -139,9 +139,11 @@ def _on_device(
 
 
 def _tensor(array: Array, device: str) -> Any:
-    """The array on a device; 16-bit words are bf16, and 32-bit words keep their bits."""
+    """The array on a device; 16-bit words are bf16, bytes are e4m3, and 32-bit words keep their bits."""
     import torch
 
+    if array.dtype == np.uint8:
+        return torch.from_numpy(array).to(device).view(torch.float8_e4m3fn)
     if array.dtype == np.uint16:
         return torch.from_numpy(array.view(np.int16)).to(device).view(torch.bfloat16)
     return torch.from_numpy(array.view(np.int32) if array.dtype == np.uint32 else array).to(device)

@@ -11,7 +11,7 @@ struct ProductParams {
   int unused;
 };
 
-template <bool kTranspose>
+template <bool kTranspose, bool kHalf = false>
 KGEN_DEVICE void product(const ProductParams& params) {
   const Shared<bf16> a = shared_array<bf16>(0, 16 * 16);
   const Shared<bf16> b = shared_array<bf16>(512, 32 * 8);  // the second half is padding of the x4 load
@@ -31,7 +31,10 @@ KGEN_DEVICE void product(const ProductParams& params) {
       ldmatrix_x4_trans(fb, b.address(lane * 8));
     else
       ldmatrix_x4(fb, b.address((lane / 16) * 128 + lane % 8 * 16 + lane / 8 % 2 * 8));
-    mma_bf16_16x8x16(d, fa, fb[0], fb[1]);
+    if (kHalf)
+      mma_f16_16x8x16(d, fa, fb[0], fb[1]);
+    else
+      mma_bf16_16x8x16(d, fa, fb[0], fb[1]);
     warp_sync();
   }
   const int row = lane / 4, column = lane % 4 * 2;
@@ -40,6 +43,7 @@ KGEN_DEVICE void product(const ProductParams& params) {
 }
 KGEN_KERNEL(product_rows, 32, 1, ProductParams, params) { product<false>(params); }
 KGEN_KERNEL(product_transposed, 32, 1, ProductParams, params) { product<true>(params); }
+KGEN_KERNEL(product_of_f16, 32, 1, ProductParams, params) { product<false, true>(params); }
 
 struct MapParams {
   Global<const float> in;
@@ -50,6 +54,28 @@ KGEN_KERNEL(bf16_pairs, 32, 1, MapParams, params) {
   const int i = block_index_x() * 32 + thread_index();
   const float2v pair = params.in.load_as<float2v>(2 * i);
   params.out.store(i, pack_bf16x2(pair.x, pair.y));
+}
+
+KGEN_KERNEL(f16_pairs, 32, 1, MapParams, params) {
+  const int i = block_index_x() * 32 + thread_index();
+  const float2v pair = params.in.load_as<float2v>(2 * i);
+  params.out.store(i, pack_f16x2(pair.x, pair.y));
+}
+
+struct NarrowParams {
+  Global<const uint32_t> in;
+  Global<uint32_t> pairs;  // [64]: the lower, then the upper two of four, as fp16
+  Global<float> floats;    // [128]
+  Global<uint32_t> swapped;
+};
+
+KGEN_KERNEL(e4m3_values, 32, 1, NarrowParams, params) {
+  const int t = thread_index();
+  const uint32_t four = params.in.load(t);
+  params.pairs.store(2 * t, low_e4m3x2_to_f16x2(four));
+  params.pairs.store(2 * t + 1, high_e4m3x2_to_f16x2(four));
+  for (int i = 0; i < 4; i++) params.floats.store(4 * t + i, to_float(e4m3{static_cast<uint8_t>(four >> 8 * i)}));
+  params.swapped.store(t, swap_middle_bytes(four));
 }
 
 struct ShuffleParams {
