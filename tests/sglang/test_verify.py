@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton
+from sglang.kernels.ops.attention.score_mod import relative_bias_score_mod
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -257,19 +257,15 @@ def test_page_sizes(tally: Tally, page_size: int) -> None:
     assert_close(got, want)
 
 
-def bias(qk, q_pos, kv_pos, q_idx, head, mask, aux, stride_t, stride_h, length):  # type: ignore[no-untyped-def]
-    return qk + head
-
-
 @pytest.mark.parametrize("reason", ["logit cap", "sinks", "scales of K and V that differ", "score_mod", "aux_tensors"])
 def test_calls_that_go_to_sglang(runner: Any, tally: Tally, reason: str) -> None:
     ours, stock = backends(runner)
     step = harness.make_step(runner, PREFIXES, NODES)
     layer = harness.make_layer(logit_cap=30.0 if reason == "logit cap" else 0.0)
-    aux = [torch.ones(3 * NODES, 8, 4)]
+    aux = [torch.ones(len(PREFIXES) * NODES, 8, 4)]
     extras: dict[str, Any] = {
         "sinks": {"sinks": torch.ones(8)},
-        "score_mod": {"score_mod": triton.jit(bias), "aux_tensors": aux},
+        "score_mod": {"score_mod": relative_bias_score_mod, "aux_tensors": aux},
         "aux_tensors": {"aux_tensors": aux},
     }.get(reason, {})
     if reason.startswith("scales"):
@@ -281,7 +277,8 @@ def test_calls_that_go_to_sglang(runner: Any, tally: Tally, reason: str) -> None
     assert torch.equal(harness.eager(ours, layer, step, **extras), from_tree)
     assert torch.equal(harness.eager(stock, layer, step, **extras), from_tree)
     plain = harness.eager(stock, harness.make_layer(), step)
-    assert torch.equal(from_tree, plain) == (reason == "aux_tensors")  # which alone change nothing
+    changes_nothing = reason in ("aux_tensors", "scales of K and V that differ")  # what is read then has no scale
+    assert torch.equal(from_tree, plain) == changes_nothing
     assert tally.left == {("attention", reason): 2}
     assert ran(tally) == 0
 
