@@ -156,7 +156,7 @@ STORED = "if (thread_index() % 32 == 0) store"
 SCHEDULED = "block_index_x() * Config::kScheduleWarps + thread_index() / 32;"
 ROUND = "start < splits; start += kInFlight * params.combine_groups"
 IN_FLASH, WRONG, NAN = "verify_mla_flash.cuh", "relative L2 error", "are NaN or never written"
-OUTSIDE = "outside every buffer"
+OUTSIDE, RACE = "outside every buffer", "race on global memory"
 SHARP = {"scale_dim": 1}  # scores so far apart that the peak of most rows rises on the way
 REQUESTS = ("many_requests",)
 MUTANTS = {
@@ -237,7 +237,7 @@ MUTANTS = {
         SCHEDULE, "items = shuffle(end, 31);", "items = 0;", NAN, cases=REQUESTS
     ),
     "requests past a warp's lanes are not read again": Mutant(
-        SCHEDULE, "if (first > 0) work =", "if (first > 32) work =", "race on global memory", cases=REQUESTS
+        SCHEDULE, "if (first > 0) work =", "if (first > 32) work =", RACE, cases=REQUESTS
     ),
     "requests past a warp's lanes are left out of the sums": Mutant(
         SCHEDULE, "tiles += more.row_tiles * more.key_tiles;", "tiles += 0;", OUTSIDE, cases=REQUESTS, sms=7
@@ -250,25 +250,25 @@ MUTANTS = {
     ),
     # The schedule that calls share; blocks that find their own work do not see these.
     "the schedule is stored with another request's first node": Mutant(
-        SCHEDULE, "{word(request.first_node), word(request.nodes),", "{word(request.nodes), word(request.nodes),", WRONG
+        SCHEDULE, "{word(request.first_node), word(request.nodes),", "{word(request.nodes), word(request.nodes),", RACE
     ),
     "the schedule is stored without row tiles": Mutant(
-        SCHEDULE, "{word(item.row_tiles), 0", "{0, 0", NAN, cases=("chain",)
+        SCHEDULE, "{word(item.row_tiles), 0", "{0, 0", WRONG, cases=("chain",)
     ),
     "the schedule is loaded with the first tile and their number changed": Mutant(
-        SCHEDULE, LOADED, "word(b.x), word(b.z), word(b.y), word(b.w)", WRONG
+        SCHEDULE, LOADED, "word(b.x), word(b.z), word(b.y), word(b.w)", NAN
     ),
     "the schedule is loaded with the first row left out": Mutant(
-        SCHEDULE, LOADED, LOADED.replace("word(b.x)", "0"), NAN, cases=("many_nodes",)
+        SCHEDULE, LOADED, LOADED.replace("word(b.x)", "0"), RACE, cases=("many_nodes",)
     ),
     "the schedule is loaded with a prefix of another request": Mutant(
-        SCHEDULE, "word(a.z), word(a.w)}", "word(a.z), word(a.z)}", WRONG
+        SCHEDULE, "word(a.z), word(a.w)}", "word(a.z), word(a.z)}", OUTSIDE
     ),
     "the schedule is loaded for the next block": Mutant(
-        SCHEDULE, "load_item<Config>(params.schedule, index)", "load_item<Config>(params.schedule, index + 1)", NAN
+        SCHEDULE, "load_item<Config>(params.schedule, index)", "load_item<Config>(params.schedule, index + 1)", OUTSIDE
     ),
     "one warp of a block makes the schedule": Mutant(
-        SCHEDULE, SCHEDULED, SCHEDULED.replace("+ thread_index() / 32", ""), "race on global memory"
+        SCHEDULE, SCHEDULED, SCHEDULED.replace("+ thread_index() / 32", ""), RACE
     ),
     "blocks of the schedule leave the last item out": Mutant(
         SCHEDULE, STORED, STORED.replace("(t", "(thread_index() < 96 && t"), OUTSIDE
