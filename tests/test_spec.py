@@ -272,8 +272,8 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     "a dtype without a kernel": (
         edited("dtype: bf16", "dtype: fp8"),
         [
-            "x.yaml:4: layouts.small.dtype: must be bf16, the only one there is a kernel for, fp8",
-            "x.yaml:4: layouts.paged.dtype: must be bf16, the only one there is a kernel for, fp8",
+            "x.yaml:4: layouts.small.dtype: must be bf16 or e4m3, fp8",
+            "x.yaml:4: layouts.paged.dtype: must be bf16 or e4m3, fp8",
         ],
     ),
     "heads that nothing has": (

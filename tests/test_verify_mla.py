@@ -23,7 +23,7 @@ from kgen.family import Array, Candidate, Case, Plan
 from kgen.render import render
 from kgen.resources import SPECS
 from kgen.spec import load_spec
-from kgen.validate import compare
+from kgen.validate import compare, validate_in_emulator
 from kgen.validate.launchers import Call, EmulatorLauncher
 
 SPEC = load_spec(SPECS / "verify_mla.yaml")
@@ -262,6 +262,32 @@ def test_there_is_a_block_for_every_item(requests: list[tuple[int, int]], slots:
     row_tiles = sum(-(-count * HEADS // tile_m) for count in nodes)
     assert len(items) <= max(slots, row_tiles)
     assert all(item.last_key > item.first_key for item in items)
+
+
+# --- Rows in e4m3 ----------------------------------------------------------------------------------------------------
+
+FP8: dict[str, Candidate] = {
+    "default": SPEC.default,  # 9 steps of 16 elements: the last fetch is half one
+    "two slices": {**SPEC.default, "k_split": 2, "tile_n": 32},
+    "small": {**SPEC.default, "tile_m": 16, "warps": 4, "row_groups": 1, "stages": 2, "tile_n": 64, "k_split": 2}
+    | {"key_split": 2, "gather": "cp_async", "refill": "eager"},
+    "oracle": SPEC.oracle,
+}
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("fields", [{}, {"latent": 256, "rope": 32, "heads": 3}], ids=["deepseek", "other"])
+def test_rows_in_e4m3(name: str, fields: dict[str, int], cache_dir: Path) -> None:
+    layout = {**SPEC.layout("h8_p1_e4m3"), **fields}
+    candidate = FP8[name] if not fields else {**FP8[name], "k_split": 2}
+    verdict = validate_in_emulator(
+        render(FAMILY, candidate, layout), FAMILY, candidate, layout, SPEC.tolerances,
+        toolchain=find_toolchain("emulator"), cache_dir=cache_dir, target_sms=188, resident_blocks=1, seeds=(0,),
+        cases=[case for case in FAMILY.cases(layout) if case.name in ("ragged", "pool_draft", "scaled", "many_splits")],
+    )  # fmt: skip
+    assert verdict.ok, verdict.reason
+    assert verdict.worst is not None
+    assert verdict.worst.relative_l2 < 3e-3
 
 
 # --- Numbers that are none -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from mla_schedule import dealt_by_plan
 
 from kgen.build.toolchain import find_toolchain
-from kgen.family import Candidate, Case, Layout, Plan
+from kgen.family import Candidate, Case, Layout, Plan, Value
 from kgen.render import render
 from kgen.resources import SPECS, TEMPLATES
 from kgen.space import enumerate_space
@@ -112,7 +112,7 @@ def test_the_plan_of_a_whole_gpu_alone_would_not_reach_them(spec: Spec) -> None:
 
 FLASH, COMBINE = "include/kgen/verify_mla_flash.cuh", "include/kgen/verify_mla_combine.cuh"
 SCHEDULE, PROBLEM = "include/kgen/verify_mla_schedule.cuh", "include/kgen/verify_mla_problem.cuh"
-REDUCTIONS = "include/kgen/reductions.cuh"
+REDUCTIONS, ELEMENTS = "include/kgen/reductions.cuh", "include/kgen/verify_mla_elements.cuh"
 CASES = ("ragged", "many_splits")  # enough to find most of the bugs below, in less time than all
 EAGER: Candidate = {"refill": "eager", "gather": "cp_async"}
 ALONE: Candidate = {"refill": "eager", "row_groups": 1, "tile_m": 32}
@@ -134,7 +134,7 @@ class Mutant:
     cases: Sequence[str] = CASES
     also: tuple[str, str] | None = None
     sms: int = SMS
-    fields: Mapping[str, int] = field(default_factory=dict)
+    fields: Mapping[str, Value] = field(default_factory=dict)
 
 
 REFILL_WAIT = """\
@@ -158,6 +158,7 @@ ROUND = "start < splits; start += kInFlight * params.combine_groups"
 IN_FLASH, WRONG, NAN = "verify_mla_flash.cuh", "relative L2 error", "are NaN or never written"
 OUTSIDE, RACE = "outside every buffer", "race on global memory"
 SHARP = {"scale_dim": 1}  # scores so far apart that the peak of most rows rises on the way
+E4M3 = {"dtype": "e4m3"}
 REQUESTS = ("many_requests",)
 MUTANTS = {
     # The ring.
@@ -191,7 +192,7 @@ MUTANTS = {
         FLASH, "slice < Config::kKSplit; slice++", "slice + 1 < Config::kKSplit; slice++", WRONG
     ),
     "the last chunk of Q is left out": Mutant(
-        FLASH, "(k + 1 < T::kScoreK || lane % 4 < 2)", "k + 1 < T::kScoreK", WRONG
+        ELEMENTS, "exists && !(first_only && lane >= 2)", "exists && !first_only", WRONG
     ),
     "the mask of the draft rows is left out": Mutant(FLASH, TAIL, "    if (false) {\n", WRONG),
     "the mask is left out where a tile has keys of the prefix too": Mutant(
@@ -201,8 +202,8 @@ MUTANTS = {
         FLASH, "divide(tile_row + row, params.heads)", "divide(tile_row + row, params.heads) + 1", OUTSIDE
     ),
     "weights are relative to a stale peak": Mutant(
-        FLASH, "float rescale = 1;", "float rescale = 1, stale = peak;", WRONG,
-        also=("base = peak == -infinity() ? 0 : peak;", "base = stale == -infinity() ? 0 : stale;"),
+        FLASH, "float rescale = 1;", "float rescale = 1, stale = base;", WRONG,
+        also=("from = base == -infinity() ? 0 : base;", "from = stale == -infinity() ? 0 : stale;"),
     ),
     "older sums keep their scale": Mutant(FLASH, "total *= rescale;", "", WRONG, fields=SHARP),
     "older outputs keep their scale": Mutant(FLASH, "if (rescaled) rescale", "if (false) rescale", WRONG, fields=SHARP),
@@ -216,6 +217,30 @@ MUTANTS = {
         FLASH, "const bool rescaled = named_barrier_any(1 + group, T::kGroupWarps * 32, rescale != 1);",
         "const bool rescaled = true;", IN_FLASH,
     ),
+    "the scale of the rows is left out of O": Mutant(
+        FLASH, "params.kv_scale / total", "1 / total", WRONG, cases=("scaled",)
+    ),
+    # Rows in e4m3.
+    "steps of a fetch change places": Mutant(
+        ELEMENTS, "fetched[2 * half + step];", "fetched[2 * half + 1 - step];", WRONG, fields=E4M3
+    ),
+    "half a fetch lies behind the row": Mutant(
+        FLASH, "thread_index() / 8 % 2 * 16 : 0;", "0 : 0;", "that nothing wrote", fields=E4M3
+    ),
+    "even and odd columns change places": Mutant(
+        ELEMENTS, "if (tile % 2 == 0) return", "if (tile % 2 != 0) return", WRONG, fields=E4M3
+    ),
+    "the last keys' bytes stay in order": Mutant(
+        ELEMENTS, "last = swap_middle_bytes(fetched[tile / 2 * 2 + 1]);", "last = fetched[tile / 2 * 2 + 1];", WRONG,
+        fields=E4M3,
+    ),
+    "odd lanes send the columns that they keep": Mutant(
+        ELEMENTS, "odd ? pairs[0] : pairs[2], 1", "odd ? pairs[2] : pairs[0], 1", WRONG, fields=E4M3
+    ),
+    "the last step of Q is left out": Mutant(
+        ELEMENTS, "exists && !(first_only && step > k)", "exists && !first_only", WRONG, fields=E4M3
+    ),
+    "weights overflow fp16": Mutant(ELEMENTS, "kLift = 7;", "kLift = 9;", WRONG, fields=E4M3 | SHARP),
     # The schedule.
     "left-over tiles are dropped": Mutant(
         SCHEDULE, "work.longer = work.key_tiles - work.share * work.splits;", "work.longer = 0;", WRONG
@@ -324,7 +349,7 @@ def validate_templates(
     cases: Sequence[str] = CASES,
     *,
     sms: int = SMS,
-    fields: Mapping[str, int] | None = None,
+    fields: Mapping[str, Value] | None = None,
 ) -> Verdict:
     layout, candidate = {**spec.layout("h8_p1"), **(fields or {})}, {**spec.default, **changes}
     return validate_in_emulator(
@@ -355,10 +380,12 @@ def planted(mutant: Mutant, folder: Path) -> Path:
 
 @pytest.mark.parametrize("changes", [{}, EAGER, ALONE, KEYS], ids=["default", "eager", "alone", "keys"])
 def test_the_kernels_are_right_without_a_planted_bug(spec: Spec, changes: Candidate, cache_dir: Path) -> None:
-    runs: tuple[tuple[int, Mapping[str, int], Sequence[str]], ...] = (
+    runs: tuple[tuple[int, Mapping[str, Value], Sequence[str]], ...] = (
         (SMS, {}, (*CASES, "chain", "many_nodes", *REQUESTS)),
         (5, {}, (*CASES, *REQUESTS)),
         (SMS, SHARP, CASES),
+        (SMS, E4M3, (*CASES, "scaled")),
+        (SMS, E4M3 | SHARP, CASES),
     )
     for sms, fields, cases in runs:
         verdict = validate_templates(spec, changes, TEMPLATES, cache_dir, cases, sms=sms, fields=fields)
