@@ -1,4 +1,4 @@
-"""e4m3 (OCP FP8: 4 exponent bits, 3 mantissa bits, no infinities) on the host, as uint8 bits: numpy has no such type."""
+"""e4m3 (OCP FP8: 4 exponent bits, 3 mantissa bits, no infinities) on the host, as uint8: numpy has no such type."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def from_e4m3(array: Array) -> Array:
 
 
 def to_e4m3(array: Array) -> Array:
-    """Floats to e4m3 bits (uint8), rounded to nearest even; larger ones become the largest, 448. NaN is not expected."""
+    """Floats to e4m3 bits (uint8), rounded to nearest even; what is larger becomes 448. NaN is not expected."""
     magnitude = np.abs(array).astype(np.float64)
     above = np.minimum(np.searchsorted(_FINITE, magnitude), 126)
     below = np.maximum(above - 1, 0)

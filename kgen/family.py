@@ -190,10 +190,11 @@ class Family(ABC):
     are the pointer parameters that a caller supplies (the remaining pointers are workspace). ``streamed`` are the
     inputs that no earlier kernel has just touched: timing finds them in DRAM, and the others in the L2 cache.
     ``inouts`` are arrays that are read and written in place: `make_inputs` gives their content, and the reference
-    what they must hold afterwards. ``plan_version`` is raised whenever `plan`, `kernels`, or what a parameter means
-    changes, so that no kernel of a pack is launched in another way than it was made for. ``pointer_tables`` names
-    pointer parameters that are tables (uint64) of the addresses of an array's leading-dimension slices; such an array
-    need be no parameter itself.
+    what they must hold afterwards. They are streamed, so that timing launches on each copy equally often.
+    ``plan_version`` is raised whenever `plan`, `kernels`, or what a parameter means changes, so that no kernel of a
+    pack is launched in another way than it was made for. ``pointer_tables`` names pointer parameters that are tables
+    (uint64) of the addresses of an array's leading-dimension slices; such an array need be no parameter itself.
+    ``known_names`` has, for each tunable that is a name, the names that the template knows; the others are integers.
     """
 
     name: ClassVar[str]
@@ -207,6 +208,7 @@ class Family(ABC):
     pointer_tables: ClassVar[Mapping[str, str]] = {}
     axes: ClassVar[tuple[str, ...]]
     constraints: ClassVar[tuple[Constraint, ...]]
+    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     plan_version: ClassVar[int] = 1
 
     @property
@@ -248,7 +250,11 @@ class Family(ABC):
 
     @abstractmethod
     def point_case(self, point: Point) -> Case:
-        """The problem that times one workload point."""
+        """The problem that times one workload point.
+
+        It is launched again and again on the same ``inouts``: every launch must do as much as the first, and an odd
+        number of them leave what one does. Moves that are done twice as once are such, and maps that undo themselves.
+        """
 
     @abstractmethod
     def capacity(self, case: Case) -> Point:

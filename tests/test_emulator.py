@@ -279,8 +279,8 @@ def test_collective_fault(load: Load, name: str, threads: int, kind: str, also: 
 # entry, kind, other kinds that some orders give, where, told
 HANDOFF = [
     ("early", "race", [], "writes", ["is written, and thread ", "reads it at"]),
-    # The second arrival stands for the writer's, now or in the next round.
-    ("twice", "deadlock", ["race"], None, ["32 of 64 threads arrived"]),
+    # In some orders the second arrival finds the next phase, and lets the writer go on too early.
+    ("twice", "barrier_misuse", ["race"], None, ["a warp arrives twice at a named barrier in one phase"]),
     (
         "nobody",
         "deadlock",
@@ -308,6 +308,18 @@ def test_arrival_fault(load: Load, bug: str, kind: str, also: list[str], where: 
     assert all(text in str(fault) for text in told), str(fault)
     if where is not None:
         assert fault.source_line == fault_line("arrivals", where), str(fault)
+
+
+@pytest.mark.parametrize("again", ["arrives", "waits"])
+def test_a_warp_that_arrives_twice_in_one_phase_is_told_so(load: Load, again: str) -> None:
+    for seed in SEEDS:
+        launch(load("arrivals"), "phases_right", threads=64, seed=seed, tiles=0)
+    fault = fault_of(
+        lambda seed: launch(load("arrivals"), f"phases_{again}", threads=64, seed=seed, tiles=0), "barrier_misuse"
+    )
+    assert "a warp arrives twice at a named barrier in one phase" in str(fault)
+    assert "barrier 1: 32 of 64 threads are there, warp 0's too" in str(fault)
+    assert fault.source_line == fault_line("arrivals", f"{again} again")
 
 
 def test_who_only_arrives_hands_over_what_it_wrote_and_read(load: Load) -> None:
@@ -550,7 +562,21 @@ def test_mma_of_f16_fragments(load: Load) -> None:
 
 
 def test_f16_rounding_of_edge_cases(load: Load) -> None:
-    edges = [65519.996, 65520, -65520, np.inf, np.nan, 2**-24, 2**-25, 2**-25 * 1.001, 3 * 2**-25, 6.1e-5, 2**-14, 0, -0.0]
+    least = 2**-24  # subnormal
+    edges = [
+        65519.996,
+        65520,
+        -65520,
+        np.inf,
+        np.nan,
+        least,
+        least / 2,
+        least * 0.501,
+        least * 1.5,
+        6.1e-5,
+        2**-14,
+        -0.0,
+    ]
     random = np.random.default_rng(0)
     drawn = random.standard_normal(2**12 - len(edges)) * 2.0 ** random.integers(-30, 18, 2**12 - len(edges))
     values = np.concatenate([edges, drawn]).astype(np.float32)
@@ -577,10 +603,13 @@ def test_every_e4m3_value(load: Load) -> None:
             buffer(name, array, writable=True)
             for name, array in (("pairs", pairs), ("floats", floats), ("swapped", swapped))
         ]
-        load("numerics").launch("e4m3_values", grid=(1, 1, 1), threads=32, shared_bytes=0, params=params, buffers=buffers)
+        load("numerics").launch(
+            "e4m3_values", grid=(1, 1, 1), threads=32, shared_bytes=0, params=params, buffers=buffers
+        )
         np.testing.assert_array_equal(floats, expected[first : first + 128])
         np.testing.assert_array_equal(pairs.view(np.float16), expected[first : first + 128])
-        np.testing.assert_array_equal(swapped.view(np.uint8), four.view(np.uint8).reshape(-1, 4)[:, [0, 2, 1, 3]].ravel())
+        in_order = four.view(np.uint8).reshape(-1, 4)
+        np.testing.assert_array_equal(swapped.view(np.uint8).reshape(-1, 4), in_order[:, [0, 2, 1, 3]])
 
 
 def test_bf16_rounding_of_edge_cases(load: Load) -> None:

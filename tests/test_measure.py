@@ -318,6 +318,7 @@ def test_replays_are_long_enough_and_no_longer() -> None:
     assert launches_per_replay(7, 1.0) == 21, "whole rotations"
     assert launches_per_replay(1, 200.0) == 5
     assert launches_per_replay(2, 85_000.0) == 2, "one rotation at least"
+    assert [launches_per_replay(sets, 1.0, in_place=True) for sets in (1, 4, 10)] == [21, 20, 30], "odd rotations"
 
 
 def test_input_sets_make_the_cache_cold_within_the_budget() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +30,8 @@ CALLS: list[tuple[str, Point]] = [
     ("h16_p1", {"batch": 900, "nodes": 8, "prefix": 65536}),
 ]
 PROOF_ERROR = 7e-3
+ROOT = Path(__file__).parent.parent
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 class Timed(DeviceEvaluator):
@@ -116,6 +120,26 @@ def test_the_roofline_is_the_same_svg_for_the_same_rows(tmp_path: Path) -> None:
         assert words in text, words
     with pytest.raises(InputError, match=r"^--plot: .* cannot be written, Is a directory$"):
         write_roofline(tmp_path, rows(), target, "")
+
+
+def test_the_docs_roofline_is_of_the_stored_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, drawn = ROOT / "benchmarks/results/verify_mla_h200.json", tmp_path / "roofline.svg"
+    script = ROOT / "benchmarks/verify_mla_peers.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--from-json", str(stored), "--plot", str(drawn)])
+    runpy.run_path(str(script), run_name="__main__")
+    shipped = ROOT / "docs/verify_mla_roofline_h200.svg"
+    assert shipped.stat().st_size < 100_000
+    assert marks(shipped) == marks(drawn)
+    assert len(marks(drawn)) == len(json.loads(stored.read_text(encoding="utf-8"))["results"])
+
+
+def marks(path: Path) -> list[tuple[float, float]]:
+    """Where the plotted calls are: hundredths of the width and height that they take up, whatever the fonts."""
+    groups = [group for group in ElementTree.parse(path).iter(f"{SVG}g") if group.get("clip-path")]
+    places = [(float(use.attrib["x"]), float(use.attrib["y"])) for group in groups for use in group.iter(f"{SVG}use")]
+    left, top = (min(values) for values in zip(*places, strict=True))
+    right, bottom = (max(values) for values in zip(*places, strict=True))
+    return [(round((x - left) / (right - left), 2), round((y - top) / (bottom - top), 2)) for x, y in places]
 
 
 def test_what_a_plot_lacks_is_said_before_anything_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,28 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
         edited("stages: [1, 2]", 'stages: [1, 2, "two"]'),
         ["x.yaml:10: tunables.stages[2]: integers and names are mixed in one tunable, 'two'"],
     ),
+    "unknown name of a tunable": (
+        edited("gather: [bulk]", "gather: [bulk, magic]").replace("refill: [late, eager]", "refill: [late, eeger]"),
+        [
+            "x.yaml:15: tunables.gather[1]: verify_mla has no such gather, 'magic'; known: bulk, cp_async",
+            "x.yaml:16: tunables.refill[1]: verify_mla has no such refill, 'eeger'; known: late, eager",
+        ],
+    ),
+    "unknown algorithm": (
+        edited("algorithm: [flash]", "algorithm: [flash, flush]").replace("{algorithm: oracle,", "{algorithm: orakel,"),
+        [
+            "x.yaml:7: tunables.algorithm[1]: verify_mla has no such algorithm, 'flush'; known: flash, oracle",
+            "x.yaml:32: oracle.algorithm: verify_mla has no such algorithm, 'orakel'; known: flash, oracle",
+        ],
+    ),
+    "numbers where names are due": (
+        edited("gather: [bulk]", "gather: [1]").replace("  gather: bulk\n", "  gather: 1\n"),
+        ["x.yaml:15: tunables.gather[0]: verify_mla has no such gather, 1; known: bulk, cp_async"],
+    ),
+    "a name where numbers are due": (
+        edited("stages: [1, 2]", "stages: [two]").replace("  stages: 2\n", "  stages: two\n"),
+        ["x.yaml:10: tunables.stages[0]: must be an integer, 'two'"],
+    ),
     "a number where a name is due": (
         edited("family: verify_mla", "family: 7"),
         ["x.yaml:1: family: must be text, 7"],

@@ -262,6 +262,26 @@ def test_ctrl_c_keeps_what_there_is(tuned: Tuned, tmp_path: Path) -> None:
     assert winner_list(resumed) == winner_list(tuned("b.db")[0])
 
 
+@pytest.mark.parametrize("moment", ["starting", "proving"])
+def test_ctrl_c_ends_the_processes_of_proofs_without_a_word(moment: str) -> None:
+    script = Path(__file__).with_name("slow_proofs.py")
+    env = os.environ | {"PYTHONPATH": str(script.parent.parent)}
+    tuning = subprocess.Popen(
+        [sys.executable, str(script)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert tuning.stdout is not None
+    while tuning.stdout.readline() != f"{moment}\n":
+        assert tuning.poll() is None
+    os.killpg(tuning.pid, signal.SIGINT)  # as a terminal does
+    _, err = tuning.communicate(timeout=30)  # to the end of what any of the processes may say
+    assert (tuning.returncode, err) == (130, "")
+
+
 def test_kill_9_loses_at_most_the_trial_in_flight(tuned: Tuned, tmp_path: Path) -> None:
     script = Path(__file__).with_name("tuning_doubles.py")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent.parent), str(script.parent)])}

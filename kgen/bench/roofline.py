@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kgen.errors import InputError
 
 if TYPE_CHECKING:
-    from kgen.bench import Row
     from kgen.targets import Target
+
+
+class Timed(Protocol):
+    """A timed call: its layout, operations a byte, and TFLOP/s; a `kgen.bench.Row`, or what stored results make."""
+
+    @property
+    def layout(self) -> str: ...
+    @property
+    def intensity(self) -> float: ...
+    @property
+    def tflop_s(self) -> float: ...
 
 
 def check_can_plot(path: Path) -> None:
@@ -24,7 +34,7 @@ def check_can_plot(path: Path) -> None:
         raise InputError("--plot", "no such folder", seen=str(path.parent))
 
 
-def write_roofline(path: Path, rows: Sequence[Row], target: Target, device: str) -> None:
+def write_roofline(path: Path, rows: Sequence[Timed], target: Target, device: str) -> None:
     """Write the plot as SVG, the same bytes for the same rows: TFLOP/s against operations a byte, one mark a call.
 
     Raises InputError where the file cannot be written.
@@ -35,7 +45,7 @@ def write_roofline(path: Path, rows: Sequence[Row], target: Target, device: str)
     with mpl.rc_context({"svg.hashsalt": "kgen", "svg.fonttype": "none"}):
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
-        by_layout: dict[str, list[Row]] = defaultdict(list)
+        by_layout: dict[str, list[Timed]] = defaultdict(list)
         for row in rows:
             by_layout[row.layout].append(row)
         for (layout, mine), mark in zip(by_layout.items(), _marks(), strict=False):

@@ -115,6 +115,7 @@ class KvDefrag(Family):
     streamed: ClassVar[tuple[str, ...]] = ("pool",)
     outputs: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[tuple[str, ...]] = ("layers", "rows")
+    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"algorithm": ("one_pass", "oracle")}
     constraints: ClassVar[tuple[Constraint, ...]] = (Constraint("registers fit", _registers_fit),)
     plan_version: ClassVar[int] = 2
 

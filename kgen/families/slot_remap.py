@@ -85,9 +85,10 @@ class SlotRemap(Family):
     layout_constants: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[str, ...]] = ("slot_map", "lengths")
     inouts: ClassVar[tuple[str, ...]] = ("req_to_token", "slot_list")
-    streamed: ClassVar[tuple[str, ...]] = ("req_to_token",)
+    streamed: ClassVar[tuple[str, ...]] = ("req_to_token", "slot_list")
     outputs: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[tuple[str, ...]] = ("requests", "context", "entries")
+    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"algorithm": ("vector", "oracle")}
     constraints: ClassVar[tuple[Constraint, ...]] = (Constraint("registers fit", _registers_fit),)
     plan_version: ClassVar[int] = 2
 
@@ -135,6 +136,7 @@ class SlotRemap(Family):
     def point_case(self, point: Point) -> Case:
         lengths, slots = [point["context"]] * point["requests"], 1 << 20
         options = {"lengths": lengths, "context": point["context"], "entries": point["entries"], "slots": slots}
+        options["exchange"] = True  # so that every replay of a graph changes as many numbers
         return Case(",".join(f"{axis}={point[axis]}" for axis in self.axes), options)
 
     def capacity(self, case: Case) -> Point:
@@ -163,7 +165,7 @@ class SlotRemap(Family):
             return values
 
         return {
-            "slot_map": _compaction(slots, rng),
+            "slot_map": (_exchange if options.get("exchange") else _compaction)(slots, rng),
             "lengths": index("lengths", np.array(lengths)) if lengths else None,
             "req_to_token": numbers(len(lengths), options["context"]) if lengths else None,
             "slot_list": listed(options["entries"]) if options["entries"] else None,
@@ -237,6 +239,14 @@ def _compaction(slots: int, rng: np.random.Generator) -> Array:
     order = rng.permutation(slots).astype(np.int32)
     slot_map = np.arange(slots, dtype=np.int32)
     slot_map[order[: slots // 2]] = order[slots - slots // 2 :]
+    return slot_map
+
+
+def _exchange(slots: int, rng: np.random.Generator) -> Array:
+    """A map (int32 [slots], an even number) of slots that change places two and two: twice is as not at all."""
+    pairs = rng.permutation(slots).astype(np.int32).reshape(2, -1)
+    slot_map = np.empty(slots, np.int32)
+    slot_map[pairs] = pairs[::-1]
     return slot_map
 
 

@@ -4,8 +4,8 @@ Row ``r`` of request ``b`` is node ``r // heads``, head ``r % heads``. Key ``j``
 ``kv_indices[kv_indptr[b] + j]`` for ``j < prefix`` and draft row ``j - prefix`` after it: a row of
 ``draft_kv``, or pool row ``draft_slots[...]``. Every node sees the whole prefix, and draft row ``i`` where
 bit ``i`` of its mask words is set (without a mask: ``i`` up to itself). K is the whole row of latent +
-rope elements times ``kv_scale``, V its first ``latent`` ones; the softmax scale is 1/sqrt(scale_dim). The rows' dtype is
-the layout's: bf16, or e4m3 without scales of its own.
+rope elements times ``kv_scale``, V its first ``latent`` ones; the softmax scale is 1/sqrt(scale_dim). The rows' dtype
+is the layout's: bf16, or e4m3 without scales of its own.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ SCHEDULE_WARPS = 4  # of a block that makes a schedule, an item each
 MIN_SPLIT_ROWS = 32  # a shorter split costs more in the combine than it saves
 DISTINCT_VALUES = 1 << 22  # random numbers drawn for one array; a larger one repeats them
 SAMPLED_ROWS = 8  # of a request whose reference is sampled: gathering its keys takes as long as about so many
-KNOWN_NAMES = {"algorithm": ("flash",), "gather": ("bulk", "cp_async"), "refill": ("late", "eager")}
 GATHER_COST = {"bulk": 1.0, "cp_async": 1.3}  # 16-byte copies reach 1.3 to 1.7 times fewer bytes a clock (H200)
 REGISTER_SLACK = 20  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
 
@@ -204,10 +203,6 @@ def _tiles_divide(candidate: Candidate, layout: Layout, target: Target) -> bool:
     return not _is_flash(candidate) or Tiling(candidate, layout).divides()
 
 
-def _names_known(candidate: Candidate, layout: Layout, target: Target) -> bool:
-    return candidate["algorithm"] == "oracle" or all(candidate[name] in known for name, known in KNOWN_NAMES.items())
-
-
 def _shared_fits(candidate: Candidate, layout: Layout, target: Target) -> bool:
     if not _is_flash(candidate):
         return True
@@ -234,7 +229,7 @@ class VerifyMla(Family):
         (
             Parameter("q", "pointer"),  # bf16 [tokens, heads, head_dim]
             Parameter("kv_pool", "pointer"),  # the layout's dtype [slots, head_dim], rows kv_stride_bytes apart
-            Parameter("draft_kv", "pointer"),  # of the same dtype [tokens, head_dim], or null: draft rows are in the pool
+            Parameter("draft_kv", "pointer"),  # of that dtype [tokens, head_dim], or null: draft rows are in the pool
             Parameter("kv_indices", "pointer"),  # int32 or int64 [sum of prefixes]
             Parameter("kv_indptr", "pointer"),  # int32 or int64 [batch + 1], prefixes only
             Parameter("qo_indptr", "pointer"),  # int32 or int64 [batch + 1], nodes
@@ -266,8 +261,12 @@ class VerifyMla(Family):
     streamed: ClassVar[tuple[str, ...]] = ("kv_pool",)  # q was just made, and all layers share lengths and indices
     outputs: ClassVar[tuple[str, ...]] = ("out", "lse")
     axes: ClassVar[tuple[str, ...]] = ("batch", "nodes", "prefix")
+    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "algorithm": ("flash", "oracle"),
+        "gather": ("bulk", "cp_async"),
+        "refill": ("late", "eager"),
+    }
     constraints: ClassVar[tuple[Constraint, ...]] = (
-        Constraint("algorithm, gather and refill are names that the template knows", _names_known),
         Constraint("tiles divide evenly among warps", _tiles_divide),
         Constraint("shared memory fits", _shared_fits),
         Constraint("registers fit", _registers_fit),

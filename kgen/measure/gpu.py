@@ -179,7 +179,8 @@ class DeviceBackend:
             self.device.fill(buffer.address, WORKSPACE_POISON, buffer.size_bytes, self.stream)
         self._put_rotation(loaded, plan, plan.shared_launches, prepared, workspace, sets=1)
         self.stream.synchronize()
-        launches = launches_per_replay(prepared.sets, self._floor_us(loaded, point))
+        floor_us, in_place = self._floor_us(loaded, point), bool(prepared.inouts)
+        launches = launches_per_replay(prepared.sets, floor_us, in_place=in_place)
         graph = Graph()
         armed = _Armed(key, graph, launches, workspace)
         loaded.armed[key_of(dict(point))] = armed
@@ -243,7 +244,7 @@ class DeviceBackend:
         return times_us
 
     def confirm(self, name: str, point: Mapping[str, int]) -> Mapping[str, Any]:
-        """Replay the timed graph on poisoned outputs and compare with the reference."""
+        """Replay the timed graph on poisoned outputs and renewed inouts; compare with the reference of one launch."""
         loaded = self._jobs[name]
         armed = loaded.armed[key_of(dict(point))]
         prepared = self._points[armed.point_key]

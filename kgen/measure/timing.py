@@ -42,10 +42,14 @@ def input_sets(set_bytes: int, l2_bytes: int, budget_bytes: int) -> int:
     return max(1, min(wanted, budget_bytes // max(set_bytes, 1), 256))
 
 
-def launches_per_replay(sets: int, floor_us: float) -> int:
-    """A multiple of ``sets``: `LAUNCHES` or more, or fewer that take `REPLAY_US` at ``floor_us`` each."""
+def launches_per_replay(sets: int, floor_us: float, *, in_place: bool = False) -> int:
+    """A multiple of ``sets``: `LAUNCHES` or more, or fewer that take `REPLAY_US` at ``floor_us`` each.
+
+    ``in_place``: an odd multiple, so that one replay leaves what one launch would, where each launch undoes the last.
+    """
     wanted = min(LAUNCHES, max(1, round(REPLAY_US / floor_us)))
-    return -(-wanted // sets) * sets
+    rotations = -(-wanted // sets)
+    return sets * (rotations | 1 if in_place else rotations)
 
 
 @dataclass

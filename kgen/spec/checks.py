@@ -104,6 +104,8 @@ class _Checks:
                     yield self.error(("tunables", name, index), wrong, seen=repr(value))
                 elif isinstance(value, int) and value < 1:
                     yield self.error(("tunables", name, index), "must be at least 1", seen=repr(value))
+                else:
+                    yield from self._known_value(("tunables", name, index), name, value)
         total = math.prod(len(values) for values in tunables.values())
         if total > MAX_CANDIDATES:
             yield self.error(
@@ -134,6 +136,8 @@ class _Checks:
         for name, value in oracle.items():
             if name in tunables and type(value) is not type(tunables[name][0]):
                 yield self.error(("oracle", name), f"must be {_kind(tunables[name][0])}", seen=repr(value))
+            elif name in tunables:
+                yield from self._known_value(("oracle", name), name, value)
 
     def workload(self) -> Iterator[SpecError]:
         workload: WorkloadSection | None = self.sections.get("workload")
@@ -196,6 +200,17 @@ class _Checks:
                 seen=f"on {named}",
                 remedy="pick one that fits everywhere",
             )
+
+    def _known_value(self, path: FieldPath, tunable: str, value: Value) -> Iterator[SpecError]:
+        """An error for a value that the family's template does not know: another name, or one where a number is due."""
+        if self.family is None:
+            return
+        known = self.family.known_names.get(tunable)
+        if known is not None and value not in known:
+            wrong, remedy = f"{self.family.name} has no such {tunable}", f"known: {', '.join(known)}"
+            yield self.error(path, wrong, seen=repr(value), remedy=remedy)
+        elif known is None and not isinstance(value, int):
+            yield self.error(path, "must be an integer", seen=repr(value))
 
     def _names(
         self, path: FieldPath, given: Collection[str], known: Collection[str], what: str, *, complete: bool = True

@@ -49,7 +49,9 @@ class DeviceTrials:
     def evaluate(self, variants: Sequence[Variant]) -> Iterator[TrialRecord]:
         """One trial a variant, ``jobs`` of them timed at once: in interleaved rounds, with the default in each round.
 
-        The oracle is proven and not timed: it would take longer than all the others together, and never wins.
+        The oracle is proven and not timed: it would take longer than all the others together, and never wins. Those
+        timed at once also end at once: each has a part in every round, and the canary after the last round speaks of
+        all. So a kill loses up to ``jobs`` trials.
         """
         for first in range(0, len(variants), self._study.jobs):
             yield from self._evaluate_few(variants[first : first + self._study.jobs])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -116,13 +117,11 @@ def prove(
     """
     _build_for_emulator(study, [variant for variant, _ in variants.values()])
     tasks = {key: _task(study, variant, resident) for key, (variant, resident) in variants.items()}
-    pool = _pool(study.jobs)
-    try:
-        futures = {pool.submit(task.run): key for key, task in tasks.items()}
+    with _pool(study.jobs) as pool:
+        with _interrupts_held():
+            futures = {pool.submit(task.run): key for key, task in tasks.items()}
         for future in as_completed(futures):
             on_proof(futures[future], _outcome(tasks[futures[future]], future))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _outcome(task: _Task, future: Future[Proof]) -> Proof:
@@ -132,19 +131,43 @@ def _outcome(task: _Task, future: Future[Proof]) -> Proof:
     except BrokenProcessPool:
         with _pool(1) as alone:
             try:
-                return alone.submit(task.run).result()
+                with _interrupts_held():
+                    again = alone.submit(task.run)
+                return again.result()
             except BrokenProcessPool:
                 return Proof(False, None, "the emulator's process died")
 
 
-def _pool(jobs: int) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_on_interrupt)
+@contextmanager
+def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that do not hear Ctrl-C, and say nothing of it; where the body raises, they are killed."""
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield pool
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _end_on_interrupt() -> None:
-    """Let Ctrl-C end a worker without a traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back while a pool starts processes, which inherit the mask for good.
+
+    The mask alone would do for them; here another thread may still get the signal, in the middle of a start.
+    """
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda signum, _: held.append(signum))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _task(study: Study, variant: Variant, resident_blocks: int) -> _Task:

@@ -48,6 +48,28 @@ KGEN_KERNEL(handoff_outside, 96, 1, Params, params) { handoff<Bug::kOutside>(par
 KGEN_KERNEL(handoff_zero, 96, 1, Params, params) { handoff<Bug::kZero>(params); }
 KGEN_KERNEL(handoff_some_lanes, 96, 1, Params, params) { handoff<Bug::kSomeLanes>(params); }
 
+enum class Again { kNever, kArrives, kWaits };
+
+// Warp 0 arrives at a barrier once a phase, and again only after the phase has ended; or else twice in the first.
+template <Again kAgain>
+KGEN_DEVICE void phases(const Params& params) {
+  const int warp = thread_index() / 32;
+  for (int round = 0; round < kRounds; ++round) {
+    if (warp == 0) {
+      named_barrier_arrive(1, 64);
+      if (kAgain == Again::kArrives) named_barrier_arrive(1, 64);  // fault: arrives again
+      if (kAgain == Again::kWaits) named_barrier_sync(1, 64);      // fault: waits again
+    }
+    block_sync();
+    if (warp == 1) named_barrier_sync(1, 64);
+    block_sync();
+  }
+  params.out.store(thread_index(), 1.0f);
+}
+KGEN_KERNEL(phases_right, 64, 1, Params, params) { phases<Again::kNever>(params); }
+KGEN_KERNEL(phases_arrives, 64, 1, Params, params) { phases<Again::kArrives>(params); }
+KGEN_KERNEL(phases_waits, 64, 1, Params, params) { phases<Again::kWaits>(params); }
+
 // Three of four warps vote, and what they wrote before is there after. `in` is each thread's vote, by round.
 template <Bug kBug>
 KGEN_DEVICE void vote(const Params& params) {

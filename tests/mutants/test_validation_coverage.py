@@ -158,7 +158,7 @@ ROUND = "start < splits; start += kInFlight * params.combine_groups"
 IN_FLASH, WRONG, NAN = "verify_mla_flash.cuh", "relative L2 error", "are NaN or never written"
 OUTSIDE, RACE = "outside every buffer", "race on global memory"
 SHARP = {"scale_dim": 1}  # scores so far apart that the peak of most rows rises on the way
-E4M3 = {"dtype": "e4m3"}
+E4M3: Mapping[str, Value] = {"dtype": "e4m3"}
 REQUESTS = ("many_requests",)
 MUTANTS = {
     # The ring.
@@ -240,7 +240,7 @@ MUTANTS = {
     "the last step of Q is left out": Mutant(
         ELEMENTS, "exists && !(first_only && step > k)", "exists && !first_only", WRONG, fields=E4M3
     ),
-    "weights overflow fp16": Mutant(ELEMENTS, "kLift = 7;", "kLift = 9;", WRONG, fields=E4M3 | SHARP),
+    "weights overflow fp16": Mutant(ELEMENTS, "kLift = 7;", "kLift = 9;", WRONG, fields={**E4M3, **SHARP}),
     # The schedule.
     "left-over tiles are dropped": Mutant(
         SCHEDULE, "work.longer = work.key_tiles - work.share * work.splits;", "work.longer = 0;", WRONG
@@ -385,7 +385,7 @@ def test_the_kernels_are_right_without_a_planted_bug(spec: Spec, changes: Candid
         (5, {}, (*CASES, *REQUESTS)),
         (SMS, SHARP, CASES),
         (SMS, E4M3, (*CASES, "scaled")),
-        (SMS, E4M3 | SHARP, CASES),
+        (SMS, {**E4M3, **SHARP}, CASES),
     )
     for sms, fields, cases in runs:
         verdict = validate_templates(spec, changes, TEMPLATES, cache_dir, cases, sms=sms, fields=fields)

@@ -22,7 +22,8 @@ KGEN_DEVICE void combine(const Params& params) {
   constexpr int kTotals = Config::kCombineThreads * 16, kPeaks = kTotals + Config::kCombineGroups * 4;
   const Shared<float> totals = shared_array<float>(kTotals, Config::kCombineGroups);
   const Shared<float> peaks = shared_array<float>(kPeaks, Config::kCombineGroups);
-  static_assert(kPeaks + Config::kCombineGroups * 4 == Config::kCombineSharedBytes, "the family and the kernel disagree");
+  constexpr int kBytes = kPeaks + Config::kCombineGroups * 4;
+  static_assert(kBytes == Config::kCombineSharedBytes, "the family and the kernel disagree");
 
   const int row = block_index_x();
   const uint4v merge = params.merges.template load_as<uint4v>(static_cast<int64_t>(row) * 4);

@@ -70,7 +70,9 @@ struct Fragments<e4m3> {
   static constexpr float kLift = 7;  // fp16 ends at 2^16; weights reach 2^(kLift + Softmax::kSlack)
 
   KGEN_DEVICE static uint32_t pack(float low, float high) { return pack_f16x2(low, high); }
-  KGEN_DEVICE static void mma(float (&d)[4], const uint32_t (&a)[4], const uint2v& b) { mma_f16_16x8x16(d, a, b.x, b.y); }
+  KGEN_DEVICE static void mma(float (&d)[4], const uint32_t (&a)[4], const uint2v& b) {
+    mma_f16_16x8x16(d, a, b.x, b.y);
+  }
 
   // A lane has four neighbouring elements of a step where the mma expects two and two.
   KGEN_DEVICE static uint2v keys(const uint32_t (&fetched)[4], int step, int half) {
@@ -79,7 +81,8 @@ struct Fragments<e4m3> {
   }
   // A lane has two neighbouring columns of two keys: even and odd columns make tiles of their own.
   KGEN_DEVICE static uint2v values(const uint32_t (&fetched)[4], int tile) {
-    const uint32_t first = swap_middle_bytes(fetched[tile / 2 * 2]), last = swap_middle_bytes(fetched[tile / 2 * 2 + 1]);
+    const uint32_t first = swap_middle_bytes(fetched[tile / 2 * 2]);
+    const uint32_t last = swap_middle_bytes(fetched[tile / 2 * 2 + 1]);
     if (tile % 2 == 0) return {low_e4m3x2_to_f16x2(first), low_e4m3x2_to_f16x2(last)};
     return {high_e4m3x2_to_f16x2(first), high_e4m3x2_to_f16x2(last)};
   }
@@ -100,7 +103,9 @@ struct Fragments<e4m3> {
     KGEN_UNROLL
     for (int step = k; step < k + 2; step++) {
       KGEN_UNROLL
-      for (int i = half; i < 4; i += 2) steps[step][i] = pack_f16x2(low_bf16(steps[step][i]), high_bf16(steps[step][i]));
+      for (int i = half; i < 4; i += 2) {
+        steps[step][i] = pack_f16x2(low_bf16(steps[step][i]), high_bf16(steps[step][i]));
+      }
     }
   }
 

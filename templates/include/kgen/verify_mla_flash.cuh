@@ -1,8 +1,9 @@
 // The flash kernel: a block owns tile_m rows and one split of the keys, and streams KV tiles through a ring of
 // shared-memory stages. Q stays in registers: each warp holds its slice of the head dimension and computes a partial
 // S = Q K^T. The warps that share rows hand each other the partial S of the rows that the other will soften, through
-// inboxes in shared memory; P (16 bits) meets there too. For O += P V a row group's warps own slices of the latent columns
-// instead. V is the first columns of the K rows. Row groups run apart, so that one multiplies while another softens.
+// inboxes in shared memory; P (16 bits) meets there too. For O += P V a row group's warps own slices of the latent
+// columns instead. V is the first columns of the K rows. Row groups run apart, so that one multiplies while another
+// softens.
 #pragma once
 
 #include <kgen/reductions.cuh>
@@ -216,7 +217,8 @@ KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys,
     const int block = use % T::kScoreBlocks, first_step = use / T::kScoreBlocks * T::kFetchSteps;
     KGEN_UNROLL
     for (int step = first_step; step < first_step + T::kFetchSteps && step < T::kScoreK; step++) {
-      const uint2v b[2] = {F::keys(k[use % kBuffers], step - first_step, 0), F::keys(k[use % kBuffers], step - first_step, 1)};
+      const uint32_t(&fetched)[4] = k[use % kBuffers];
+      const uint2v b[2] = {F::keys(fetched, step - first_step, 0), F::keys(fetched, step - first_step, 1)};
       KGEN_UNROLL
       for (int m = 0; m < T::kScoreM; m++) {
         float(&sum)[T::kScoreN][4] = sums[step % T::kScoreSums][m];
@@ -402,8 +404,8 @@ KGEN_DEVICE void rescale_output(Shared<float> factors, int group_row,
   }
 }
 
-// O of this warp's columns, times what `factors` has for each row, as bf16 rows of `out`; a quad of lanes writes 64 bytes
-// of a row.
+// O of this warp's columns, times what `factors` has for each row, as bf16 rows of `out`; a quad of lanes writes 64
+// bytes of a row.
 template <typename Config>
 KGEN_DEVICE void store_output(Global<bf16> out, Shared<float> factors, int group_row, int rows, int column,
                               const float (&o)[Tiling<Config>::kOutM][Tiling<Config>::kOutN][4]) {

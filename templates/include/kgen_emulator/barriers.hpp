@@ -20,10 +20,12 @@ inline bool Machine::gather_at_barrier(int id, int count, bool* predicate, const
     fault("barrier_misuse", where, "let all that meet at a barrier give the same count",
           "a named barrier was given two counts", "barrier %d: %d threads here, %d by those who wait", id, count,
           barrier.expected);
-  if (id != 0 && barrier.arrived + kWarp > count)
-    fault("barrier_misuse", where, "let no warp arrive again before the others have",
-          "more threads arrive at a named barrier than it expects", "barrier %d: %d of %d are there already", id,
-          barrier.arrived, count);
+  const uint32_t mine = 1u << (thread / kWarp);
+  if ((barrier.there & mine) != 0)  // hardware would count it as a warp that has not come yet, and go on without that one
+    fault("barrier_misuse", where, "let a warp arrive again only once it knows that the others have",
+          "a warp arrives twice at a named barrier in one phase", "barrier %d: %d of %d threads are there, warp %d's too",
+          id, barrier.arrived, count, thread / kWarp);
+  barrier.there |= mine;
   for (const void* operand : warp().operands) barrier.any |= *static_cast<const bool*>(operand);
   barrier.arrived += kWarp;
   for (int t = thread / kWarp * kWarp, end = t + kWarp; t < end; ++t) {
@@ -70,7 +72,7 @@ inline void Machine::complete_named_barrier(int id) {
     wake_lanes(w, kFullMask);
   }
   clocks.clear(clocks.named_row(id));
-  barrier = NamedBarrier{0, 0, 0, false};
+  barrier = NamedBarrier{0, 0, 0, 0, false};
 }
 
 inline void Machine::init_mbarrier(uint32_t address, int arrivals, Location where) {

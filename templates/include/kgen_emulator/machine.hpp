@@ -71,6 +71,7 @@ struct Warp {
 struct NamedBarrier {
   int expected;      // threads; 0: nobody is there
   int arrived;
+  uint32_t there;    // warps that arrived
   uint32_t warps;    // that wait
   bool any;          // of the predicates so far
 };

@@ -59,7 +59,7 @@ inline bool Machine::run() {
 inline void Machine::reset_block() {
   for (Thread& each : threads) each = Thread{Wait::kNone, 0, 0, "", {"", 0}, false};
   for (Warp& each : warps) each = Warp{kFullMask, 0, 0, "", 0, {"", 0}, {}};
-  for (NamedBarrier& each : named) each = NamedBarrier{0, 0, 0, false};
+  for (NamedBarrier& each : named) each = NamedBarrier{0, 0, 0, 0, false};
   for (std::vector<CopyPart>& each : untracked) each.clear();
   mbarriers.clear();
   in_flight.clear();
