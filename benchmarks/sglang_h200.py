@@ -2,6 +2,7 @@
 
     pip install -e . "sglang==0.5.23"
     python benchmarks/sglang_h200.py --json results.json
+    python benchmarks/sglang_h200.py --kv-dtype e4m3 --json results_fp8.json
 
 kit: SGLang's own test kit for MLA backends. replay: CUDA graphs captured by batch size, replayed with other lengths,
 trees, masks and padding for many steps; both backends' outputs compared with each other and, on a sample, with float64.
@@ -29,7 +30,7 @@ import triton
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.plugins import load_plugins
 from sglang_kit import kit_part
-from sglang_replays import PAIR_TOLERANCE, REFERENCE_TOLERANCE, replay_part
+from sglang_replays import KV_DTYPES, PAIR_TOLERANCE, REFERENCE_TOLERANCE, replay_part
 from sglang_times import time_part
 from sglang_tokens import tokens_part
 
@@ -37,6 +38,7 @@ from kgen.sglang.agreement import described
 from kgen.sglang.plugin import checked_pack
 
 PARTS = {"kit": kit_part, "replay": replay_part, "tokens": tokens_part, "time": time_part}
+OF_ANY_KV_DTYPE = {"replay", "time"}
 
 
 def faults_in(report: Any) -> list[str]:
@@ -69,14 +71,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--steps", type=int, help="steps of each replay shape and each model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="of the pools of replay and time")
     options = parser.parse_args()
+    parts = options.part or [name for name in PARTS if options.kv_dtype == "bf16" or name in OF_ANY_KV_DTYPE]
+    if options.kv_dtype != "bf16" and not OF_ANY_KV_DTYPE.issuperset(parts):
+        parser.error(f"--kv-dtype {options.kv_dtype} is for the parts {', '.join(sorted(OF_ANY_KV_DTYPE))}")
     load_plugins()
     if "kgen" not in ATTENTION_BACKENDS:
         raise SystemExit("SGLang's plug-in loader did not register kgen")
     results = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    results["machine"] = described_machine(options.device)
+    results["machine"] = described_machine(options.device) | {"kv_dtype": options.kv_dtype}
     failed = False
-    for name in options.part or PARTS:
+    for name in parts:
         started = time.perf_counter()
         try:
             results[name] = PARTS[name](options)

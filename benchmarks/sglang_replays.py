@@ -17,6 +17,9 @@ PAIR_TOLERANCE = 8e-3
 REFERENCE_TOLERANCE = 5e-3
 """The same against float64; the tolerance of specs/verify_mla.yaml."""
 
+KV_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+"""Of the pool, by name. In e4m3 stock rounds Q and P to e4m3 as well, so it is judged by float64 alone."""
+
 
 def fill_slots(runner: Any, generator: torch.Generator) -> None:
     """Give each request row scattered slots for its whole context."""
@@ -57,8 +60,10 @@ class Traffic:
         self._random = np.random.default_rng(seed)
         generator = torch.Generator(runner.device).manual_seed(seed)
         fill_slots(runner, generator)
-        for layer in runner.token_to_kv_pool.kv_buffer:
-            layer.normal_(generator=generator)
+        for layer in range(len(runner.token_to_kv_pool.kv_buffer)):
+            cached = runner.token_to_kv_pool.get_key_buffer(layer)
+            noise = torch.empty(cached.shape, dtype=torch.bfloat16, device=runner.device)
+            cached.copy_(noise.normal_(generator=generator))
         self._trees = random_trees(512, nodes, generator)
         shape = {"generator": generator, "device": runner.device}
         self._noise = [torch.randn(4 * most * nodes, heads + 1, LATENT + ROPE, **shape) for _ in range(layers)]
@@ -136,7 +141,13 @@ def replay_shape(options: argparse.Namespace, nodes: int, heads: int, most: int,
     """One head count and tree size."""
     steps, layers = options.steps or (6 if options.small else 1000), 2
     with serving(
-        nodes=nodes, heads=heads, max_bs=most, context=context + nodes, layers=layers, device=options.device
+        nodes=nodes,
+        heads=heads,
+        max_bs=most,
+        context=context + nodes,
+        layers=layers,
+        device=options.device,
+        kv_dtype=KV_DTYPES[options.kv_dtype],
     ) as runner:
         traffic = Traffic(
             runner, nodes=nodes, most=most, heads=heads, layers=layers, context=context, seed=options.seed
@@ -192,7 +203,8 @@ def compare_replays(
         if step % max(1, steps // 40) == 0:
             _against_float64(traffic, drawn, found, reference)
     worst = float(pair.max()) if not pair.isnan().any() else float("nan")
-    faults = [] if worst <= PAIR_TOLERANCE else [f"kgen against stock {worst:.2e}, step {int(pair.argmax())}"]
+    near = worst <= PAIR_TOLERANCE if options.kv_dtype == "bf16" else reference["stock"] >= reference["kgen"]
+    faults = [] if near else [f"kgen against stock {worst:.2e}, step {int(pair.argmax())}"]
     if not reference["kgen"] <= REFERENCE_TOLERANCE:
         faults.append(f"kgen against float64 {reference['kgen']:.2e}")
     grown = _reserved(on_gpu) - reserved

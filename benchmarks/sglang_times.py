@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang_graphs import VerifyGraphs
-from sglang_replays import Traffic, mask_over_prefix
+from sglang_replays import KV_DTYPES, Traffic, mask_over_prefix
 from sglang_server import LATENT, ROPE, backends, make_layer, serving
 
 
@@ -34,11 +34,18 @@ def time_part(options: argparse.Namespace) -> dict[str, Any]:
 def time_shape(options: argparse.Namespace, nodes: int, batch: int, prefix: int) -> dict[str, Any]:
     """One shape; enough layers that their KV rows do not stay in L2."""
     heads = 8 if options.small else 16
-    bytes_a_layer = batch * prefix * (LATENT + ROPE) * 2
+    kv_dtype = KV_DTYPES[options.kv_dtype]
+    bytes_a_layer = batch * prefix * (LATENT + ROPE) * kv_dtype.itemsize
     layers = 1 if options.small else min(40, max(4, -(-160_000_000 // bytes_a_layer)))
     row: dict[str, Any] = {"nodes": nodes, "batch": batch, "prefix": prefix, "layers": layers}
     with serving(
-        nodes=nodes, heads=heads, max_bs=batch, context=prefix + nodes, layers=layers, device=options.device
+        nodes=nodes,
+        heads=heads,
+        max_bs=batch,
+        context=prefix + nodes,
+        layers=layers,
+        device=options.device,
+        kv_dtype=kv_dtype,
     ) as runner:
         traffic = Traffic(runner, nodes=nodes, most=batch, heads=heads, layers=1, context=prefix, seed=options.seed)
         attention = [make_layer(heads, layer_id=index) for index in range(layers)]

@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packs import invented_pack
+from torch._C._distributed_c10d import HashStore
 
 from kgen.errors import InputError, PackError
 from kgen.resources import GENERATED
-from kgen.sglang import plugin
+from kgen.sglang import agreement, plugin
 from kgen.sglang.agreement import check_agreement, described
 from kgen.sglang.capture import WorkloadCapture
 from kgen.sglang.metrics import MOST_REASONS, Metrics
@@ -125,10 +126,25 @@ def test_reasons_beyond_the_most_share_a_series() -> None:
 def test_ranks_with_different_packs_are_refused() -> None:
     one, stock = (described(invented_pack()), ""), ("SGLang's kernels", "old")
     assert one[0].startswith("pack ")
-    check_agreement([one, one])
-    check_agreement([stock, ("SGLang's kernels", "no head layout in another folder")])
+    check_agreement({0: one, 1: one})
+    check_agreement({0: stock, 1: ("SGLang's kernels", "no head layout in another folder")})
     with pytest.raises(PackError, match=r"rank 0: pack [0-9a-f]{16} of verify_mla; rank 1: SGLang's kernels \(old\)"):
-        check_agreement([one, stock])
+        check_agreement({0: one, 1: stock})
+
+
+def test_a_rank_that_says_nothing_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.2)
+    store = HashStore()
+    with pytest.raises(PackError, match=r"in 0\.2 s which kernels they would run, nothing from 2, 3; "):
+        agreement.exchanged(store, ("a pack", ""), [1, 2, 3], 1)
+
+
+def test_ranks_hear_each_other_each_time_that_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_meetings", Counter())
+    store = HashStore()
+    for meeting, said in ((1, "one"), (2, "another")):
+        store.set(f"kgen/4-6/{meeting}/6", json.dumps([said, ""]))
+        assert agreement.exchanged(store, ("mine", "why"), [4, 6], 4) == {4: ("mine", "why"), 6: (said, "")}
 
 
 def batch(*prefixes: int, on_host: bool = True) -> SimpleNamespace:
@@ -189,6 +205,57 @@ def test_a_capture_that_cannot_be_written_ends(tmp_path: Path, caplog: pytest.Lo
     capture.note(batch(1), 1, 2)
     (record,) = caplog.records
     assert record.getMessage().startswith("kgen stops capturing the workload")
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_a_full_disk_ends_a_capture_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    path = tmp_path / "capture.jsonl"
+    capture = WorkloadCapture(path, "h8_p1")
+    capture.note(batch(1), 1, 2)
+    whole, file = path.read_bytes(), capture._file
+
+    def write(data: bytes) -> int:
+        if not room:
+            raise OSError(28, "No space left on device")
+        return file.write(data[:room])
+
+    monkeypatch.setattr(capture, "_file", SimpleNamespace(write=write))
+    for _ in range(3):
+        capture.note(batch(1), 1, 2)
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage()
+    assert path.read_bytes()[: len(whole)] == whole
+    assert len(path.read_bytes()) == len(whole) + room
+
+
+FORK = """
+import os, sys, torch
+from pathlib import Path
+from types import SimpleNamespace
+from kgen.sglang.capture import WorkloadCapture
+path = Path(sys.argv[1])
+capture = WorkloadCapture(path, "h8_p1")
+def note(prefix):
+    capture.note(SimpleNamespace(seq_lens_cpu=torch.tensor([prefix])), 1, 2)
+note(1)
+child = os.fork()
+if child == 0:
+    note(2)
+    sys.exit()
+os.waitpid(child, 0)
+path.rename(sys.argv[2])
+note(3)
+os._exit(0)
+"""
+
+
+def test_a_capture_is_one_open_file_that_no_fork_or_exit_spoils(tmp_path: Path) -> None:
+    path, moved = tmp_path / "capture.jsonl", tmp_path / "moved.jsonl"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, str(path), str(moved)], check=True)
+    assert [json.loads(line)["prefixes"] for line in moved.read_text().splitlines()] == [[1], [2], [3]]
+    assert not path.exists()
 
 
 def test_lengths_on_a_gpu_are_written_when_they_have_arrived(tmp_path: Path) -> None:

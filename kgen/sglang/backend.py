@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
-from kgen.errors import KgenError, TensorError
+from kgen.errors import InputError, KgenError, TensorError
 from kgen.runtime import Pack, mask_words
 from kgen.sglang.agreement import refuse_other_packs
 from kgen.sglang.attend import VerifyAttention
 from kgen.sglang.capture import WorkloadCapture
 from kgen.sglang.metrics import metrics_of_server
+from kgen.sglang.suitable import KV_DTYPES, kv_scale, unsuitable_layer, unsuitable_server
 from kgen.sglang.tally import VERIFY, Answers, Tally
 from kgen.sglang.tree_bits import copy_tree_part, pack_words
 
@@ -45,7 +44,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         self._tree_mask: Any = None  # of this forward: int32 [tokens, words], or None for a chain
         self._full_mask: Any = None  # of this forward, for calls that go to SGLang
         self._attention: VerifyAttention | None = None
-        reason = self._unsuitable(model_runner)
+        reason = unsuitable_server(self, model_runner)
         if not reason:
             try:
                 self._attention = self._prepare(model_runner, pack)
@@ -54,26 +53,6 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         if reason:
             tally.left_to_sglang(KIND, reason)
         refuse_other_packs(pack, reason)
-
-    def _unsuitable(self, model_runner: Any) -> str:
-        """Why this server's verify is none for kgen, or nothing."""
-        pool = model_runner.token_to_kv_pool
-        dtype = getattr(pool, "dtype", None)  # pools of hybrid models have several
-        reasons = {
-            "the model has no MLA": not self.use_mla,
-            "this is a draft model": self.is_draft_runner or self.skip_prefill,
-            "there is no speculative decoding": not self.num_draft_tokens,
-            f"the KV cache is {dtype}, not bfloat16": dtype != torch.bfloat16
-            or getattr(pool, "store_dtype", dtype) != dtype,
-            f"the model is {model_runner.dtype}, not bfloat16": model_runner.dtype != torch.bfloat16,
-            "deterministic inference": self.enable_deterministic,
-            "decode context parallelism": self.dcp_size > 1,
-            "sliding window": (self.sliding_window_size or 0) > 0 or self.use_sliding_window_kv_pool,
-            "diffusion model": self.dllm_attention is not None,
-            # It cuts masks by the layout over the prefix, which this backend does not ask for.
-            "two-batch overlap": get_exec().overlap.enable_two_batch_overlap,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def _prepare(self, model_runner: Any, pack: Pack) -> VerifyAttention:
         """The prepared call for this model, and the buffers of the tree mask. Raises KgenError."""
@@ -84,6 +63,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             latent=config.kv_lora_rank,
             rope=config.qk_rope_head_dim,
             page_size=self.page_size,
+            kv_dtype=KV_DTYPES[model_runner.token_to_kv_pool.dtype],
             capacity={
                 "batch": self.req_to_token_pool.size,
                 "nodes": self.num_draft_tokens,
@@ -131,7 +111,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
         if self._is_ours(forward_batch):
-            self._full_mask, self._tree_mask = None, None
+            self._begin_forward()
             self._answers.begin()
             mask = forward_batch.spec_info.custom_mask
             if mask is not None and self._attention_fits(forward_batch):
@@ -143,9 +123,10 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
         if not self._is_ours(forward_batch):
             return
-        self._full_mask = None
+        assert self._attention is not None
         if not self._attention_fits(forward_batch):
-            return
+            wrong = "has more nodes than verify was prepared for"  # SGLang's mask buffer would not hold them either
+            raise InputError("a CUDA graph", wrong, seen=f"{self._nodes(forward_batch)} of {self._attention.nodes}")
         spec_info, nodes = forward_batch.spec_info, self._nodes(forward_batch)
         mask = None if in_capture or spec_info is None else spec_info.custom_mask
         if mask is None:  # a capture's mask is a dummy of any size; a chain has none, but the graph reads the buffer
@@ -161,9 +142,15 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         super().init_forward_metadata_in_graph(forward_batch)
-        self._full_mask = None  # a graph has to make its own, whatever a run before it made
-        if self._is_ours(forward_batch) and self._attention_fits(forward_batch):
+        if self._is_ours(forward_batch):
+            self._begin_forward()  # a graph has to make its own, whatever a run before it made
             self._pack(forward_batch)
+
+    def _begin_forward(self) -> None:
+        """Forget what layers of one forward share: masks, and how its work is dealt to blocks."""
+        assert self._attention is not None
+        self._full_mask, self._tree_mask = None, None
+        self._attention.begin_forward()
 
     def _is_ours(self, forward_batch: Any) -> bool:
         return self._attention is not None and bool(forward_batch.forward_mode.is_target_verify())
@@ -227,13 +214,13 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         extras = {"sinks": sinks, "score_mod": score_mod, "aux_tensors": aux_tensors}
         if self._attention is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **extras)
-        reason = self._not_ours(k, v, layer, forward_batch, extras)
+        reason = self._not_ours(k, v, layer, forward_batch, extras, save_kv_cache)
         if not reason:
             if k is not None and save_kv_cache:
-                self._set_kv_buffer(forward_batch, layer, KVWriteLoc.for_batch(forward_batch), k, v)
+                self._store(k, v, layer, forward_batch)
                 save_kv_cache = False
             try:
-                return self._attend(q, k, layer, forward_batch)
+                return self._attend(q, None if self._reads_pool_only(layer) else k, layer, forward_batch)
             except TensorError as error:  # before anything was launched
                 reason = f"{error.where} {error.wrong}"
         self.tally.left_to_sglang(KIND, reason)
@@ -246,7 +233,22 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         finally:
             self.forward_metadata = kept
 
-    def _not_ours(self, k: Any, v: Any, layer: Any, forward_batch: Any, extras: Mapping[str, Any]) -> str:
+    def _reads_pool_only(self, layer: Any) -> bool:
+        """Whether the rows of a layer's pool are not those of K, so that draft rows come from the pool like the others.
+
+        SGLang's kernel takes draft rows as they are given; to the next steps they are what the pool has.
+        """
+        assert self._attention is not None
+        return self._attention.kv_dtype != "bf16" or kv_scale(layer) != 1.0
+
+    def _store(self, k: Any, v: Any, layer: Any, forward_batch: Any) -> None:
+        """The same bytes as SGLang's."""
+        stored = k if kv_scale(layer) == 1.0 else k / layer.k_scale
+        self._set_kv_buffer(forward_batch, layer, KVWriteLoc.for_batch(forward_batch), stored, v)
+
+    def _not_ours(
+        self, k: Any, v: Any, layer: Any, forward_batch: Any, extras: Mapping[str, Any], save_kv_cache: bool
+    ) -> str:
         """Why a call is SGLang's to serve, or nothing."""
         assert self._attention is not None
         if not forward_batch.forward_mode.is_target_verify():
@@ -258,21 +260,10 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         given = [name for name, value in extras.items() if value is not None]
         if given:
             return given[0]
-        return self._unsuitable_layer(layer)
-
-    def _unsuitable_layer(self, layer: Any) -> str:
-        """Why a layer's verify is none for kgen, or nothing."""
-        assert self._attention is not None
-        shape = layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim, layer.tp_k_head_num
-        reasons = {
-            f"head layout {shape}": shape != (*self._attention.shape, 1),
-            "logit cap": bool(layer.logit_cap),
-            "scaled K": layer.k_scale is not None,
-            "sliding window layer": layer.sliding_window_size is not None and layer.sliding_window_size > -1,
-            "not causal self-attention": layer.is_cross_attention or layer.attn_type != AttentionType.DECODER,
-            "temperature by length": layer.xai_temperature_len > 0,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        reason = unsuitable_layer(layer, self._attention.shape)
+        if not reason and k is not None and not save_kv_cache and self._reads_pool_only(layer):
+            reason = "scaled or fp8 draft rows that are not in the pool"
+        return reason
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend(self, q: Any, k: Any, layer: Any, forward_batch: Any) -> Any:
@@ -294,8 +285,9 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             tree_mask=self._tree_mask,
             out=out.view(-1, heads, latent)[:tokens],
             scale=layer.scaling,
+            kv_scale=kv_scale(layer),
             nodes=metadata.max_extend_len,
-            hint={"prefix": self._attention.expected_prefix(forward_batch)},
+            prefix=self._attention.expected_prefix(forward_batch),
         )
         self.tally.did(KIND)
         self.tally.did(KIND, self._attention.how)

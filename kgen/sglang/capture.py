@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -21,12 +22,22 @@ logger = logging.getLogger("kgen.sglang")
 
 
 class WorkloadCapture:
-    """Appends one line a verify forward to ``path``, until it has ``most_lines``; off without a path."""
+    """Appends one line a verify forward to ``path``, until it has ``most_lines``; off without a path.
+
+    The file is opened once and every line is one unbuffered write, so a reader sees all of it or nothing, and a fork or
+    a kill neither repeats nor loses one. What the file cannot take ends the capture with one warning.
+    """
 
     def __init__(self, path: Path | None, layout: str, most_lines: int = DEFAULT_LINES) -> None:
-        self._path, self._layout = path, layout
-        self._left = most_lines - _whole_lines(path)
+        self._layout, self._left = layout, 0
         self._pending: deque[tuple[Any, Any, int]] = deque()
+        if path is None:
+            return
+        try:
+            self._left = most_lines - _whole_lines(path)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            self._stop(error)
 
     @classmethod
     def from_environment(cls, layout: str) -> WorkloadCapture:
@@ -44,7 +55,7 @@ class WorkloadCapture:
 
         Lengths that are on the GPU only are copied aside and written once they have arrived.
         """
-        if self._path is None or self._left <= 0 or requests == 0:
+        if self._left <= 0 or requests == 0:
             return
         self._write_arrived()
         lengths = forward_batch.seq_lens_cpu
@@ -61,22 +72,23 @@ class WorkloadCapture:
             self._write(lengths.tolist(), nodes)
 
     def _write(self, prefixes: list[int], nodes: int) -> None:
-        assert self._path is not None
-        line = {
-            "family": "verify_mla",
-            "layout": self._layout,
-            "batch": len(prefixes),
-            "nodes": nodes,
-            "prefixes": prefixes,
-        }
-        try:
-            with self._path.open("ab", buffering=0) as file:  # one write a line: a reader sees all of it or nothing
-                file.write(json.dumps(line).encode() + b"\n")
-        except OSError as error:
-            logger.warning("kgen stops capturing the workload: %s", error)
-            self._left = 0
+        if self._left <= 0:
             return
+        fields = {"family": "verify_mla", "layout": self._layout, "batch": len(prefixes), "nodes": nodes}
+        line = json.dumps(fields | {"prefixes": prefixes}).encode() + b"\n"
         self._left -= 1
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            self._stop(error)
+        else:
+            if written != len(line):
+                self._stop(os.strerror(errno.ENOSPC))
+
+    def _stop(self, error: OSError | str) -> None:
+        logger.warning("kgen stops capturing the workload: %s", error)
+        self._left = 0
+        self._pending.clear()
 
 
 def _whole_lines(path: Path | None) -> int:

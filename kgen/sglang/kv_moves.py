@@ -9,20 +9,23 @@ from kgen.errors import KgenError
 from kgen.runtime import Pack, PointerTable, PreparedCall, prepare
 from kgen.sglang.tally import KV_MOVE, Tally
 
-MOST_ROWS = 512
-"""Rows that one call moves: accepted nodes of all requests. A longer list goes to SGLang."""
+USUAL_ROWS = 512
+"""Rows that one call moves, where nothing is known of the server."""
+
+MOST_ROWS = 2048
+"""The largest capacity, whatever the server's: each row of workspace is as large as a token's rows in all layers."""
 
 
 class PoolMover:
     """The prepared call for the layers of one pool. Raises KgenError where the pack has nothing for its rows."""
 
-    def __init__(self, pack: Pack, layers: list[Any]) -> None:
+    def __init__(self, pack: Pack, layers: list[Any], rows: int) -> None:
         self.table = PointerTable(layers)
         self.call: PreparedCall = prepare(
             pack,
             family="kv_defrag",
             layout={"row_bytes": self.table.row_bytes, "moves": "any"},
-            capacity={"layers": self.table.entries, "rows": MOST_ROWS},
+            capacity={"layers": self.table.entries, "rows": rows},
             device=self.table.device,
         )
 
@@ -33,11 +36,18 @@ class PoolMover:
 
 
 class KvMoves:
-    """The hook around ``move_kv_cache``. Each pool's call is prepared when it first moves something."""
+    """The hook around ``move_kv_cache``. Each pool's call is prepared when it first moves something.
+
+    ``rows`` is how many one call moves: accepted nodes of all requests. A longer list goes to SGLang.
+    """
 
     def __init__(self, pack: Pack, tally: Tally) -> None:
-        self._pack, self._tally = pack, tally
+        self._pack, self._tally, self.rows = pack, tally, USUAL_ROWS
         self._movers: WeakKeyDictionary[Any, PoolMover | str] = WeakKeyDictionary()
+
+    def expect(self, requests: int, nodes: int) -> None:
+        """Be ready for a server that verifies trees of so many nodes for so many requests; before the first move."""
+        self.rows = min(requests * nodes, MOST_ROWS)
 
     def __call__(self, original: Any, pool: Any, tgt_loc: Any, src_loc: Any) -> Any:
         """Move as ``original(pool, tgt_loc, src_loc)`` would: each target gets what its source held before."""
@@ -57,8 +67,8 @@ class KvMoves:
 
     def _mover(self, pool: Any, tgt_loc: Any) -> PoolMover | str:
         """The mover of a pool, or why there is none for this call."""
-        if tgt_loc.numel() > MOST_ROWS:
-            return f"more than {MOST_ROWS} rows"
+        if tgt_loc.numel() > self.rows:
+            return f"more than {self.rows} rows"
         known = self._movers.get(pool)
         if isinstance(known, str) or (known is not None and known.serves(pool.kv_buffer)):
             return known
@@ -67,7 +77,7 @@ class KvMoves:
         import torch
 
         try:
-            self._movers[pool] = PoolMover(self._pack, pool.kv_buffer)
+            self._movers[pool] = PoolMover(self._pack, pool.kv_buffer, self.rows)
         except KgenError as error:
             self._movers[pool] = str(error)
         except torch.OutOfMemoryError:

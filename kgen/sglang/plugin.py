@@ -122,18 +122,22 @@ def enable(pack: Pack, moves: Pack | None) -> Tally:
     from kgen.sglang.tally import Tally
 
     tally = Tally()
+    mover = KvMoves(moves, tally) if moves is not None else None
 
     def create(runner: Any) -> Any:
         from kgen.sglang.backend import KgenAttnBackend
 
-        return KgenAttnBackend(runner, pack, tally)
+        backend = KgenAttnBackend(runner, pack, tally)
+        if mover is not None and backend.num_draft_tokens:
+            mover.expect(runner.req_to_token_pool.size, backend.num_draft_tokens)
+        return backend
 
     register_attention_backend(BACKEND)(create)
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([BACKEND])
     _verify_chains_without_a_mask()
-    if moves is not None:
-        HookRegistry.register(MOVE, KvMoves(moves, tally), HookType.AROUND)
+    if mover is not None:
+        HookRegistry.register(MOVE, mover, HookType.AROUND)
     return tally
 
 

@@ -109,7 +109,9 @@ def make_step(
     slots = torch.randperm(pool.size, generator=generator) + 1  # slot 0 is for padding
     rows = torch.zeros(total, dtype=torch.int64)
     rows[:bs] = torch.randperm(runner.req_to_token_pool.size, generator=generator)[:bs] + 1
-    pool.kv_buffer[0].copy_(torch.randn(pool.kv_buffer[0].shape, generator=generator))
+    for layer in range(len(pool.kv_buffer)):
+        cached = pool.get_key_buffer(layer)
+        cached.copy_(torch.randn(cached.shape, generator=generator))
     out_slots = torch.zeros(total * nodes, dtype=torch.int64)
     used = 0
     for index, prefix in enumerate(prefixes):
@@ -149,4 +151,36 @@ def eager(backend: Any, layer: Any, step: Step, **changes: Any) -> torch.Tensor:
         output: torch.Tensor = layer(
             arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), step.batch, **arguments
         )
+    return output
+
+
+def attended_in_float64(
+    runner: Any, step: Step, *, scale: float = 1.0, drafts_as_given: bool = False, layer_id: int = 0
+) -> torch.Tensor:
+    """Absorbed MLA by definition: float64 [tokens, heads, latent] over the pool's rows times ``scale``.
+
+    Draft rows are the pool's too, or, as SGLang's kernel has them, those of K.
+    """
+    pool = runner.token_to_kv_pool.get_key_buffer(layer_id)[:, 0].double() * scale
+    outputs = []
+    for index, (prefix, tree) in enumerate(zip(step.prefixes, step.trees, strict=True)):
+        nodes = len(tree)
+        mine = slice(index * nodes, (index + 1) * nodes)
+        row = runner.req_to_token_pool.req_to_token[step.batch.req_pool_indices[index]]
+        keys = pool[row[: prefix + nodes].long()]
+        if drafts_as_given:
+            keys[prefix:] = step.k[mine, 0].double()
+        score = torch.einsum("nhd,kd->hnk", step.q[mine].double(), keys) * SCALE
+        hidden = torch.cat([torch.zeros(nodes, prefix, dtype=torch.bool), ~tree], 1)
+        weight = score.masked_fill(hidden, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hnk,kd->nhd", weight, keys[:, :LATENT]))
+    return torch.cat(outputs)
+
+
+def graph_forward(backend: Any, layer: Any, step: Step, *, capture: bool = False) -> torch.Tensor:
+    """What capture, or a replay, of a CUDA graph runs, without the graph."""
+    with active(backend):
+        backend.init_forward_metadata_out_graph(step.batch, in_capture=capture)
+        backend.init_forward_metadata_in_graph(step.batch)
+        output: torch.Tensor = layer(step.q, step.k, step.v, step.batch)
     return output

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kgen.sglang.agreement import described
+from kgen.sglang.plugin import checked_pack
+
 RUN = """
 import sys; sys.path.insert(0, sys.argv.pop(1))
 import sglang_harness
@@ -21,17 +24,24 @@ sglang_h200.main()
 """
 
 
-@pytest.mark.parametrize("parts", [("kit", "replay", "time"), ("tokens",)], ids="-".join)
-def test_the_script_that_runs_on_a_gpu(tmp_path: Path, parts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("kv_dtype", "parts"), [("bf16", ("kit", "replay", "time")), ("bf16", ("tokens",)), ("e4m3", ("replay", "time"))]
+)
+def test_the_script_that_runs_on_a_gpu(tmp_path: Path, kv_dtype: str, parts: tuple[str, ...]) -> None:
     path = tmp_path / "results.json"
     words = [word for part in parts for word in ("--part", part)]
-    command = [sys.executable, "-W", "ignore", "-c", RUN, str(Path(__file__).parent), *words, "--device", "cpu"]
+    command = [sys.executable, "-W", "ignore", "-c", RUN, str(Path(__file__).parent), *words]
     done = subprocess.run(
-        [*command, "--small", "--steps", "2", "--json", str(path)], capture_output=True, text=True, check=False
+        [*command, "--device", "cpu", "--kv-dtype", kv_dtype, "--small", "--steps", "2", "--json", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())
     assert set(found) == {"machine", *parts}
+    packs = [described(checked_pack(family)) for family in ("verify_mla", "kv_defrag")]
+    assert found["machine"]["packs"] == packs  # by digest
     for part in parts:
         assert f"{part}: no fault" in done.stdout
     if "tokens" in parts:

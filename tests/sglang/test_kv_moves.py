@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 from kgen.sglang import kv_moves
-from kgen.sglang.kv_moves import MOST_ROWS, KvMoves
+from kgen.sglang.kv_moves import MOST_ROWS, USUAL_ROWS, KvMoves
 from kgen.sglang.plugin import checked_pack
 from kgen.sglang.tally import Tally
 
@@ -83,10 +83,30 @@ def test_rows_that_the_pack_lacks_and_long_lists_go_to_sglang() -> None:
     assert torch.equal(contents(ours), contents(theirs))
     ((_, reason),) = tally.left
     assert "no head layout {'row_bytes': 1088, 'moves': 'any'}" in reason
-    many = torch.zeros(MOST_ROWS + 1, dtype=torch.int64)
+    many = torch.zeros(USUAL_ROWS + 1, dtype=torch.int64)
     moves(ORIGINAL, filled_pool(torch.bfloat16), many, many)
-    assert tally.left["a KV move", f"more than {MOST_ROWS} rows"] == 1
+    assert tally.left["a KV move", f"more than {USUAL_ROWS} rows"] == 1
     assert tally.ran["a KV move"] == 0
+
+
+@pytest.mark.parametrize(("requests", "nodes", "rows"), [(3, 2, 6), (100, 7, 700), (1000, 64, MOST_ROWS)])
+def test_the_capacity_is_the_servers(requests: int, nodes: int, rows: int) -> None:
+    moves, tally = hook()
+    moves.expect(requests, nodes)
+    ours, theirs = (harness.make_pool(2 * rows + 2, 2, torch.bfloat16) for _ in range(2))
+    for pool in (ours, theirs):
+        for layer in pool.kv_buffer:
+            layer.view(torch.int16).copy_(torch.arange(layer.numel()).view(layer.shape) % 32749)
+    target, source = torch.arange(1, rows + 1), torch.arange(1, rows + 1).flip(0) + rows // 2
+    moves(ORIGINAL, ours, target, source)
+    ORIGINAL(theirs, target, source)
+    assert torch.equal(contents(ours), contents(theirs))
+    mover = moves._movers[ours]
+    assert isinstance(mover, kv_moves.PoolMover)
+    assert (tally.ran["a KV move"], mover.call.capacity["rows"]) == (1, rows)
+    longer = torch.ones(rows + 1, dtype=torch.int64)
+    moves(ORIGINAL, ours, longer, longer)
+    assert tally.left == {("a KV move", f"more than {rows} rows"): 1}
 
 
 def test_a_pool_without_memory_for_the_workspace_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sglang_harness  # first: it prepares triton  # noqa: F401
+import sglang_harness  # first: it prepares triton
 
 import argparse
 import json
@@ -24,6 +24,8 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import dflash_utils
+
+from untuned_pack import untuned_pack
 
 from kgen.runtime.manifest import DIGEST_FILE, MANIFEST_FILE
 from kgen.runtime.pack_reader import digest_line
@@ -67,6 +69,15 @@ def test_sglang_finds_and_runs_it(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert MLATokenToKVPool.move_kv_cache is not original
     assert "KgenAttnBackend" in dflash_utils._DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS
     assert "stays out" not in caplog.text
+
+
+@pytest.mark.usefixtures("loader")
+def test_moves_are_sized_by_the_server_that_the_backend_is_made_for() -> None:
+    plugin.enable(untuned_pack("h8_p1"), plugin.checked_pack("kv_defrag"))
+    ((_, mover, *_),) = HookRegistry._hooks[plugin.MOVE]
+    with sglang_harness.serving(nodes=3, max_bs=4) as runner:
+        ATTENTION_BACKENDS[plugin.BACKEND](runner)
+    assert mover.rows == 12
 
 
 @pytest.mark.usefixtures("loader")
@@ -127,7 +138,7 @@ rank, meeting, newer = int(sys.argv[2]), sys.argv[3], sys.argv[4]
 if newer:
     type(families()["verify_mla"]).plan_version = 99
 torch.distributed.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=2)
-group = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
+group = SimpleNamespace(world_size=2, ranks=[0, 1])
 distributed.get_tp_group = lambda: group
 enable(checked_pack("verify_mla"), None)
 with harness.serving(nodes=3) as runner:

@@ -12,16 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.kernels.ops.attention.score_mod import relative_bias_score_mod
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_exec
 from sglang_graphs import VerifyGraphs
 
+from kgen.errors import InputError
 from kgen.family import families
 from kgen.runtime import Pack
 from kgen.runtime.backends import CudaBackend, EmulatorBackend
 from kgen.sglang.plugin import BACKEND, checked_pack, enable
+from kgen.sglang.suitable import unsuitable_layer, unsuitable_server
 from kgen.sglang.tally import Tally
 
 NODES = 7
@@ -147,38 +150,15 @@ def test_more_nodes_than_a_mask_word(tally: Tally) -> None:
         got, want = harness.eager(ours, layer, step), harness.eager(stock, layer, step)
         assert ran(tally) == 1
     assert_close(got[:32], want[:32])
-    reference = attend_in_float64(runner, step, 40)
+    reference = harness.attended_in_float64(runner, step)
     assert_close(got.double().view_as(reference), reference)
-
-
-def attend_in_float64(runner: Any, step: harness.Step, nodes: int) -> torch.Tensor:
-    """Absorbed MLA from the pool, by definition: [tokens, heads, latent]."""
-    pool = runner.token_to_kv_pool.get_key_buffer(0)[:, 0].double()
-    outputs = []
-    for index, (prefix, tree) in enumerate(zip(step.prefixes, step.trees, strict=True)):
-        row = runner.req_to_token_pool.req_to_token[step.batch.req_pool_indices[index]]
-        keys = pool[row[: prefix + nodes].long()]
-        score = torch.einsum("nhd,kd->hnk", step.q[index * nodes : (index + 1) * nodes].double(), keys) * harness.SCALE
-        hidden = torch.cat([torch.zeros(nodes, prefix, dtype=torch.bool), ~tree], 1)
-        weight = score.masked_fill(hidden, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hnk,kd->nhd", weight, keys[:, : harness.LATENT]))
-    return torch.cat(outputs)
 
 
 def test_the_reference_agrees(runner: Any) -> None:
     ours, _ = backends(runner)
     step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
     got = harness.eager(ours, layer, step).view(-1, 8, harness.LATENT)
-    assert_close(got.double(), attend_in_float64(runner, step, NODES))
-
-
-def graph_forward(backend: Any, layer: Any, step: harness.Step, *, capture: bool = False) -> torch.Tensor:
-    """What capture, or a replay, of a CUDA graph runs, without the graph."""
-    with harness.active(backend):
-        backend.init_forward_metadata_out_graph(step.batch, in_capture=capture)
-        backend.init_forward_metadata_in_graph(step.batch)
-        output: torch.Tensor = layer(step.q, step.k, step.v, step.batch)
-    return output
+    assert_close(got.double(), harness.attended_in_float64(runner, step))
 
 
 def test_a_graph_is_replayed_with_other_lengths_masks_and_padding(runner: Any, tally: Tally) -> None:
@@ -188,7 +168,7 @@ def test_a_graph_is_replayed_with_other_lengths_masks_and_padding(runner: Any, t
     dummy.batch.spec_info.custom_mask = torch.ones(4 * (1 + NODES) * NODES + 13, dtype=torch.bool)
     dummy.batch.spec_info.draft_token = None
     ours.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * NODES)
-    graph_forward(ours, layer, dummy, capture=True)
+    harness.graph_forward(ours, layer, dummy, capture=True)
     addresses = [tensor.data_ptr() for tensor in graph_tensors(ours)]
     for seed, (prefixes, padded, masked) in enumerate(
         [((5, 0, 37, 20), 0, True), ((30, 2), 2, True), ((9, 9, 9), 1, False), ((64,), 3, True)], start=1
@@ -196,7 +176,7 @@ def test_a_graph_is_replayed_with_other_lengths_masks_and_padding(runner: Any, t
         step = harness.make_step(runner, prefixes, NODES, seed, padded=padded)
         if not masked:
             step.batch.spec_info.custom_mask = None
-        got = graph_forward(ours, layer, step)
+        got = harness.graph_forward(ours, layer, step)
         assert [tensor.data_ptr() for tensor in graph_tensors(ours)] == addresses
         real = len(prefixes) * NODES
         alone = harness.make_step(runner, prefixes, NODES, seed)
@@ -218,12 +198,12 @@ def test_a_replay_with_the_mask_written_in_place(runner: Any, tally: Tally) -> N
     ours, stock = backends(runner)
     layer = harness.make_layer()
     ours.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * NODES)
-    graph_forward(ours, layer, harness.make_step(runner, (1,) * 4, NODES), capture=True)
+    harness.graph_forward(ours, layer, harness.make_step(runner, (1,) * 4, NODES), capture=True)
     step = harness.make_step(runner, (11, 3, 8, 0), NODES, 5)
     want = harness.eager(stock, layer, step)
     ours.verify_mask.buffer.copy_(torch.stack(step.trees).flatten())
     step.batch.spec_info.custom_mask = ours.verify_mask.buffer
-    assert_close(graph_forward(ours, layer, step), want)
+    assert_close(harness.graph_forward(ours, layer, step), want)
     assert ran(tally) == 2
 
 
@@ -277,13 +257,18 @@ def test_page_sizes(tally: Tally, page_size: int) -> None:
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("reason", ["logit cap", "sinks", "scaled K"])
+@pytest.mark.parametrize("reason", ["logit cap", "sinks", "scales of K and V that differ", "score_mod", "aux_tensors"])
 def test_calls_that_go_to_sglang(runner: Any, tally: Tally, reason: str) -> None:
     ours, stock = backends(runner)
     step = harness.make_step(runner, PREFIXES, NODES)
     layer = harness.make_layer(logit_cap=30.0 if reason == "logit cap" else 0.0)
-    extras = {"sinks": torch.ones(8)} if reason == "sinks" else {}
-    if reason == "scaled K":
+    aux = [torch.ones(len(PREFIXES) * NODES, 8, 4)]
+    extras: dict[str, Any] = {
+        "sinks": {"sinks": torch.ones(8)},
+        "score_mod": {"score_mod": relative_bias_score_mod, "aux_tensors": aux},
+        "aux_tensors": {"aux_tensors": aux},
+    }.get(reason, {})
+    if reason.startswith("scales"):
         layer.k_scale, layer.k_scale_float = torch.tensor(2.0), 2.0
     full = step.batch.spec_info.custom_mask
     step.batch.spec_info.custom_mask = torch.stack(step.trees).flatten()  # the stock kernel needs one over the prefix
@@ -291,8 +276,16 @@ def test_calls_that_go_to_sglang(runner: Any, tally: Tally, reason: str) -> None
     step.batch.spec_info.custom_mask = full
     assert torch.equal(harness.eager(ours, layer, step, **extras), from_tree)
     assert torch.equal(harness.eager(stock, layer, step, **extras), from_tree)
+    plain = harness.eager(stock, harness.make_layer(), step)
+    changes_nothing = reason in ("aux_tensors", "scales of K and V that differ")  # what is read then has no scale
+    assert torch.equal(from_tree, plain) == changes_nothing
     assert tally.left == {("attention", reason): 2}
     assert ran(tally) == 0
+
+
+def scales(k: float, v: float) -> dict[str, Any]:
+    """What SGLang's loader leaves in the layers of a quantised checkpoint."""
+    return {"k_scale": torch.tensor(k), "k_scale_float": k, "v_scale": torch.tensor(v), "v_scale_float": v}
 
 
 @pytest.mark.parametrize(
@@ -301,7 +294,9 @@ def test_calls_that_go_to_sglang(runner: Any, tally: Tally, reason: str) -> None
         ({}, {}, ""),
         ({"head_dim": 192, "v_head_dim": 128}, {}, "head layout (8, 192, 128, 1)"),
         ({"logit_cap": 30.0}, {}, "logit cap"),
-        ({}, {"k_scale": torch.tensor(2.0)}, "scaled K"),
+        ({}, {"k_scale": torch.tensor(2.0)}, "scales of K and V that differ"),
+        ({}, scales(2.0, 3.0), "scales of K and V that differ"),
+        ({}, scales(2.0, 2.0), ""),
         ({}, {"sliding_window_size": 128}, "sliding window layer"),
         ({}, {"is_cross_attention": True}, "not causal self-attention"),
         ({}, {"attn_type": AttentionType.ENCODER_ONLY}, "not causal self-attention"),
@@ -313,7 +308,7 @@ def test_layers_that_go_to_sglang(runner: Any, made: dict[str, Any], changed: di
     layer = harness.make_layer(**made)
     for name, value in changed.items():
         setattr(layer, name, value)
-    assert ours._unsuitable_layer(layer) == reason
+    assert unsuitable_layer(layer, ours._attention.shape) == reason
 
 
 @pytest.mark.parametrize(
@@ -333,7 +328,7 @@ def test_models_that_go_to_sglang(runner: Any, changed: dict[str, Any], reason: 
     ours, _ = backends(runner)
     for name, value in changed.items():
         setattr(ours, name, value)
-    assert ours._unsuitable(runner) == reason
+    assert unsuitable_server(ours, runner) == reason
 
 
 def test_more_requests_than_were_prepared_go_to_sglang(runner: Any, tally: Tally) -> None:
@@ -342,6 +337,21 @@ def test_more_requests_than_were_prepared_go_to_sglang(runner: Any, tally: Tally
     ours._attention.batch = len(PREFIXES) - 1
     assert torch.equal(harness.eager(ours, layer, step), harness.eager(stock, layer, step))
     assert tally.left == {("attention", f"more than 2 requests or {NODES} nodes"): 1}
+
+
+def test_a_graph_of_more_nodes_than_were_prepared_for_is_refused_at_capture(runner: Any) -> None:
+    ours, _ = backends(runner)
+    ours.init_cuda_graph_state(max_bs=2, max_num_tokens=2 * NODES)
+    wider = harness.make_step(runner, (1, 1), NODES + 2)
+    with pytest.raises(InputError, match=f"a CUDA graph: has more nodes than verify was prepared for, 9 of {NODES}"):
+        harness.graph_forward(ours, harness.make_layer(), wider, capture=True)
+
+
+def test_an_eager_batch_of_more_nodes_than_were_prepared_for_goes_to_sglang(runner: Any, tally: Tally) -> None:
+    ours, stock = backends(runner)
+    wider, layer = harness.make_step(runner, PREFIXES, NODES + 2), harness.make_layer()
+    assert torch.equal(harness.eager(ours, layer, wider), harness.eager(stock, layer, wider))
+    assert tally.left == {("attention", f"more than 4 requests or {NODES} nodes"): 1}
 
 
 def test_two_layers_of_one_number_are_told_apart(runner: Any, tally: Tally) -> None:
@@ -401,10 +411,10 @@ def test_a_layer_for_sglang_inside_a_graph(runner: Any, tally: Tally) -> None:
     ours, stock = backends(runner)
     layer = harness.make_layer(logit_cap=30.0)
     ours.init_cuda_graph_state(max_bs=3, max_num_tokens=3 * NODES)
-    graph_forward(ours, layer, harness.make_step(runner, (1, 1, 1), NODES), capture=True)
+    harness.graph_forward(ours, layer, harness.make_step(runner, (1, 1, 1), NODES), capture=True)
     step = harness.make_step(runner, PREFIXES, NODES, 4)
     want = harness.eager(stock, layer, step)
-    assert torch.equal(graph_forward(ours, layer, step), want)
+    assert torch.equal(harness.graph_forward(ours, layer, step), want)
     assert ran(tally) == 0
 
 
@@ -434,8 +444,9 @@ def test_decode_and_prefill_are_the_stock_ones(runner: Any, tally: Tally) -> Non
     ("server", "reason"),
     [
         ({"heads": 12}, "no head layout"),
-        ({"dtype": torch.float16}, "the KV cache is torch.float16, not bfloat16"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "the KV cache is torch.float8_e4m3fn, not bfloat16"),
+        ({"dtype": torch.float16}, "the KV cache is torch.float16, not bfloat16 or float8_e4m3fn"),
+        ({"kv_dtype": torch.float8_e5m2}, "the KV cache is torch.float8_e5m2, not bfloat16 or float8_e4m3fn"),
+        ({"heads": 12, "kv_dtype": torch.float8_e4m3fn}, "'dtype': 'e4m3'"),
         ({"enable_deterministic_inference": True}, "deterministic inference"),
         ({"speculative_num_draft_tokens": None}, "there is no speculative decoding"),
     ],
@@ -508,8 +519,8 @@ def test_a_capture_holds_what_was_verified(runner: Any, tmp_path: Path, monkeypa
     ours, _ = backends(runner)
     harness.eager(ours, harness.make_layer(), harness.make_step(runner, PREFIXES, NODES))
     ours.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * NODES)
-    graph_forward(ours, harness.make_layer(), harness.make_step(runner, (1,) * 4, NODES), capture=True)
-    graph_forward(ours, harness.make_layer(), harness.make_step(runner, (30, 2), NODES, padded=2))
+    harness.graph_forward(ours, harness.make_layer(), harness.make_step(runner, (1,) * 4, NODES), capture=True)
+    harness.graph_forward(ours, harness.make_layer(), harness.make_step(runner, (30, 2), NODES, padded=2))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["prefixes"] for line in lines] == [list(PREFIXES), [30, 2]]
     assert {(line["layout"], line["nodes"]) for line in lines} == {("h8_p1", NODES)}
