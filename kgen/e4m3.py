@@ -21,7 +21,8 @@ _LARGEST, _LEAST_NORMAL = np.array([448, 2**-6], np.float32).view(np.uint32)
 
 def from_e4m3(array: Array) -> Array:
     """e4m3 bits (uint8) to float64, exactly."""
-    return _VALUES[array]
+    values: Array = _VALUES[array]
+    return values
 
 
 def to_e4m3(array: Array) -> Array:
@@ -30,4 +31,5 @@ def to_e4m3(array: Array) -> Array:
     magnitude = np.minimum(bits & 0x7FFFFFFF, _LARGEST)
     normal = ((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (120 << 3)  # the exponents' biases differ by 120
     subnormal = np.rint(magnitude.view(np.float32) * 512).astype(np.uint32)
-    return (np.where(magnitude < _LEAST_NORMAL, subnormal, normal) | bits >> 24 & 0x80).astype(np.uint8)
+    rounded: Array = np.where(magnitude < _LEAST_NORMAL, subnormal, normal) | bits >> 24 & 0x80
+    return rounded.astype(np.uint8)

@@ -160,6 +160,7 @@ class LaunchDemand:
     """What one launch asks of a chip, for the model: ``steps`` is of its longest block; the rest is per step or block.
 
     ``stages`` is how many steps' rows a block holds at once: with one, nothing arrives while a step computes.
+    ``step_converted`` counts the elements that each warp makes wider before it multiplies them.
     """
 
     entry: str
@@ -172,6 +173,7 @@ class LaunchDemand:
     step_syncs: float
     block_bytes: float
     dram_bytes: float
+    step_converted: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ class Family(ABC):
 
     @abstractmethod
     def make_inputs(self, layout: Layout, case: Case, seed: int) -> dict[str, Array | None]:
-        """Input arrays by parameter name (bf16 as uint16); None where the case leaves an input out."""
+        """Input arrays by parameter name (bf16 as uint16, e4m3 as uint8); None where the case leaves an input out."""
 
     @abstractmethod
     def output_arrays(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array | None]:

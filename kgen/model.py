@@ -14,14 +14,16 @@ from kgen.targets import Target
 
 Bound = Literal["dram", "mma", "shared", "gather", "latency"]
 
-SYNC_CLK = 94.0
+SYNC_CLK = 212.0
 """What one barrier of a step exposes. Fitted (docs/model.md)."""
-SHARED_EXPOSED = 0.76
+SHARED_EXPOSED = 0.57
 """Share of a block's shared-memory time that its own mma do not hide. Fitted."""
-STREAM_BYTES_PER_CLK = 17.0
+STREAM_BYTES_PER_CLK = 22.5
 """Rate at which one SM moves what a block reads or writes once, through L2. Fitted (docs/model.md)."""
 SHARING_LOSS = 1.2
 """How much longer than its work a unit is busy when blocks share the SM. Fitted (docs/model.md)."""
+CONVERTED_PER_CLK = 9.8
+"""Elements of narrow rows that a warp makes wider in a clock, between loading and multiplying them. Fitted."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class _Step:
     mma: float
     shared: float
     gather: float
+    convert: float
     sync: float
     stages: int
 
@@ -74,9 +77,9 @@ class _Step:
         A block alone computes what it has read, in one order, while the rows of its other stages arrive; with more
         blocks the gaps fill up until one unit is busy all the time.
         """
-        compute = self.mma + SHARED_EXPOSED * self.shared + self.sync
+        compute = self.mma + self.convert + SHARED_EXPOSED * self.shared + self.sync
         alone = max(compute, self.gather, (compute + self.gather) / self.stages)
-        return max(alone, sharing * SHARING_LOSS * max(self.mma, self.shared, self.gather))
+        return max(alone, sharing * max(SHARING_LOSS * max(self.mma, self.shared), self.gather))
 
 
 def predict(target: Target, demands: Sequence[LaunchDemand], footprints: Mapping[str, Footprint]) -> Prediction:
@@ -133,6 +136,7 @@ def _step(target: Target, demand: LaunchDemand, footprint: Footprint) -> _Step:
         mma=demand.step_mma_flop / target.mma_bf16_flop_per_clk,
         shared=(demand.step_shared_bytes + spilled) / target.shared_bytes_per_clk,
         gather=demand.step_gather_bytes / target.gather_bytes_per_clk,
+        convert=demand.step_converted / CONVERTED_PER_CLK,
         sync=demand.step_syncs * SYNC_CLK,
         stages=demand.stages,
     )

@@ -305,8 +305,10 @@ def test_an_unknown_argument_is_refused(spec: Spec, call: PreparedCall) -> None:
     ("options", "says"),
     [
         ({"nodes": 2.5}, "nodes: must be a whole number, 2.5"),
-        ({"scale": "a"}, "scale: must be a finite number, 'a'"),
-        ({"scale": float("nan")}, "scale: must be a finite number, nan"),
+        ({"scale": "a"}, "scale: must be a finite float32, 'a'"),
+        ({"scale": float("nan")}, "scale: must be a finite float32, nan"),
+        ({"kv_scale": 1e39}, "kv_scale: must be a finite float32, 1e+39"),
+        ({"scale": 1e20, "kv_scale": 1e20}, "scale: is too large for a float32 with kv_scale, 1e+20 x 1e+20"),
         ({"hint": {"prefix": "x"}}, "hint prefix: must be a whole number, not negative, 'x'"),
         ({"hint": {"prefix": -5}}, "hint prefix: must be a whole number, not negative, -5"),
     ],

@@ -533,6 +533,7 @@ class VerifyMla(Family):
             step_syncs=2.0,
             block_bytes=tiling.tile_m * (2.0 * tiling.head_dim + 2.0 * tiling.latent),
             dram_bytes=work.bytes,
+            step_converted=_warp_elements(tiling) if tiling.element_bytes == 1 else 0.0,
         )
         if len(plan.launches) == 1:
             return (flash,)
@@ -585,11 +586,14 @@ def _combine_shared_bytes(layout: Layout) -> int:
 
 def _shared_traffic(tiling: Tiling) -> float:
     """Shared-memory bytes that one KV tile moves: K and V fragments, S exchange, P."""
-    keys = tiling.element_bytes * tiling.warps * tiling.score_keys * tiling.head_dim / tiling.k_split
-    values = tiling.element_bytes * tiling.warps * tiling.tile_n * tiling.latent / tiling.group_warps
     scores = 4.0 * 2 * tiling.tile_m * tiling.tile_n * tiling.k_split
     probabilities = 2.0 * tiling.tile_m * tiling.tile_n * (1 + tiling.group_warps)
-    return keys + values + scores + probabilities
+    return tiling.element_bytes * tiling.warps * _warp_elements(tiling) + scores + probabilities
+
+
+def _warp_elements(tiling: Tiling) -> float:
+    """Elements of K and V that one warp fetches for one KV tile."""
+    return tiling.score_keys * tiling.head_dim / tiling.k_split + tiling.tile_n * tiling.latent / tiling.group_warps
 
 
 def _present(inputs: Mapping[str, Array | None], name: str) -> Array:

@@ -17,6 +17,7 @@ INDEX_DTYPES = ("int32", "int64")
 ELEMENT_BYTES = {"bf16": 2, "e4m3": 1}  # of the dtypes that a layout's KV rows can have
 TORCH_DTYPES = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 LOG2_E = math.log2(math.e)
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 def call_scalars(
@@ -118,6 +119,9 @@ class VerifyMlaBinding(Binding):
         if (tensors["draft_kv"] is None) == (tensors["draft_slots"] is None):
             seen = "neither" if tensors["draft_kv"] is None else "both"
             raise TensorError("draft_kv", "give either it or draft_slots", seen=seen)
+        scale, kv_scale = _finite("scale", options["scale"], self._scale), _finite("kv_scale", options["kv_scale"], 1.0)
+        if abs(scale * kv_scale * LOG2_E) > FLOAT32_MAX:
+            raise TensorError("scale", "is too large for a float32 with kv_scale", seen=f"{scale:g} x {kv_scale:g}")
         stride_bytes = tensors["kv_pool"].stride(0) * tensors["kv_pool"].element_size()
         if stride_bytes >= 1 << 31:
             raise TensorError("kv_pool", "has rows too far apart for an int32", seen=f"{stride_bytes} bytes")
@@ -127,8 +131,8 @@ class VerifyMlaBinding(Binding):
             kv_stride_bytes=stride_bytes,
             batch=sizes.extents["batch"],
             heads=self._fixed["heads"],
-            scale=_finite("scale", options["scale"], self._scale),
-            kv_scale=_finite("kv_scale", options["kv_scale"], 1.0),
+            scale=scale,
+            kv_scale=kv_scale,
         )
 
     def check_content(self, tensors: Mapping[str, Any], sizes: Sizes) -> None:
@@ -157,8 +161,8 @@ class VerifyMlaBinding(Binding):
 def _finite(name: str, value: Any, default: float) -> float:
     if value is None:
         return default
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise TensorError(name, "must be a finite number", seen=repr(value))
+    if not isinstance(value, Real) or not math.isfinite(value) or abs(float(value)) > FLOAT32_MAX:
+        raise TensorError(name, "must be a finite float32", seen=repr(value))
     return float(value)
 
 

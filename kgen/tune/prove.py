@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -141,12 +142,14 @@ def _outcome(task: _Task, future: Future[Proof]) -> Proof:
 @contextmanager
 def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that do not hear Ctrl-C, and say nothing of it; where the body raises, they are killed."""
+    others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
     try:
         yield pool
     except BaseException:
         for process in multiprocessing.active_children():
-            process.kill()
+            if process not in others:
+                process.kill()
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -156,8 +159,12 @@ def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 def _interrupts_held() -> Iterator[None]:
     """Hold Ctrl-C back while a pool starts processes, which inherit the mask for good.
 
-    The mask alone would do for them; here another thread may still get the signal, in the middle of a start.
+    The mask alone would do for them; here another thread may still get the signal, in the middle of a start. Only the
+    main thread is interrupted by it, and only there can it be held.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     held: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda signum, _: held.append(signum))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -165,7 +172,7 @@ def _interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
         if held:
             signal.raise_signal(signal.SIGINT)
 
