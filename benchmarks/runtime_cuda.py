@@ -35,9 +35,11 @@ WAYS: Mapping[str, Sequence[Schedule | None]] = {"alone": (None,), "three layers
 
 
 def on_gpu(name: str, array: Array | None) -> Any:
-    """The array as the tensor that a server would pass: bf16 as bfloat16, masks as int32."""
+    """The array as the tensor that a server would pass: bf16 as bfloat16, bytes as float8_e4m3fn, masks as int32."""
     if array is None:
         return None
+    if array.dtype == np.uint8:
+        return torch.from_numpy(array).cuda().view(torch.float8_e4m3fn)
     if array.dtype == np.uint16:
         return torch.from_numpy(array.view(np.int16)).cuda().view(torch.bfloat16)
     return torch.from_numpy(array.view(np.int32) if array.dtype == np.uint32 else array).cuda()
@@ -65,6 +67,7 @@ class Layer:
 
     seed: int
     schedule: Schedule | None
+    kv_scale: float | None
     tensors: dict[str, Any]
     outputs: dict[str, Any]
 
@@ -74,11 +77,11 @@ class Layer:
         inputs = FAMILY.make_inputs(layout, case, seed)
         outputs = FAMILY.output_arrays(layout, case, inputs)
         on = ({name: on_gpu(name, array) for name, array in arrays.items()} for arrays in (inputs, outputs))
-        return cls(seed, schedule, *on)
+        return cls(seed, schedule, case.options.get("kv_scale"), *on)
 
     def run(self, verify: PreparedCall) -> None:
         """Call it."""
-        verify(**self.tensors, **self.outputs, schedule=self.schedule)
+        verify(**self.tensors, **self.outputs, kv_scale=self.kv_scale, schedule=self.schedule)
 
     def errors(self, layout: Layout, case: Case, seed: int) -> list[str]:
         """What is wrong with the outputs, for the inputs of a seed."""
@@ -149,12 +152,12 @@ def host_time_us(layout: Layout, verify: PreparedCall, schedule: Schedule | None
 
 
 def main() -> None:
-    """Run every case of two layouts."""
+    """Run every case of three layouts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", type=Path, default=shipped_pack("verify_mla"))
     pack = load_pack(parser.parse_args().pack)
     wrong: list[str] = []
-    for name in ("h8_p1", "h128_p64"):
+    for name in ("h8_p1", "h16_p1_e4m3", "h128_p64"):
         layout = SPEC.layout(name)
         capacity = {"batch": 40, "nodes": 80, "prefix": 4096}
         verify = prepare(pack, family="verify_mla", layout=name, capacity=capacity, device="cuda:0", checked=False)

@@ -34,6 +34,9 @@ KGEN_DEVICE int block_index_z() { return static_cast<int>(blockIdx.z); }
 struct bf16 {
   uint16_t bits;
 };
+struct e4m3 {  // 8-bit float of 4 exponent and 3 mantissa bits, no infinities
+  uint8_t bits;
+};
 struct alignas(8) float2v {
   float x, y;
 };
@@ -58,6 +61,32 @@ KGEN_DEVICE uint32_t pack_bf16x2(float low, float high) {
   return packed;
 }
 KGEN_DEVICE bf16 to_bf16(float value) { return {static_cast<uint16_t>(pack_bf16x2(value, 0))}; }
+// Two floats as an fp16 pair, rounded to nearest even; `low` lands in the lower half.
+KGEN_DEVICE uint32_t pack_f16x2(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+// The lower and the upper two of four e4m3, exactly, as an fp16 pair.
+KGEN_DEVICE uint32_t low_e4m3x2_to_f16x2(uint32_t four) {
+  uint32_t pair;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}" : "=r"(pair) : "r"(four));
+  return pair;
+}
+KGEN_DEVICE uint32_t high_e4m3x2_to_f16x2(uint32_t four) {
+  uint32_t pair;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;\n}" : "=r"(pair) : "r"(four));
+  return pair;
+}
+KGEN_DEVICE float to_float(e4m3 value) {
+  float single;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}"
+      : "=f"(single)
+      : "r"(low_e4m3x2_to_f16x2(value.bits)));
+  return single;
+}
+// Bytes 0, 2, 1, 3 of a word.
+KGEN_DEVICE uint32_t swap_middle_bytes(uint32_t word) { return __byte_perm(word, 0, 0x3120); }
 KGEN_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -192,6 +221,12 @@ KGEN_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
 // d[16x8] += a[16x16] * b[16x8], bf16 in, fp32 accumulate. Not volatile: the compiler may move it.
 KGEN_DEVICE void mma_bf16_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// The same of fp16.
+KGEN_DEVICE void mma_f16_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
