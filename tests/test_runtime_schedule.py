@@ -175,6 +175,20 @@ def test_a_schedule_of_another_call_is_not_kept(
     check(call, TWO, schedule="keep", hint={"prefix": 1})
 
 
+def test_a_make_that_was_captured_and_never_ran_leaves_nothing_to_do(
+    pack: Pack, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, case = prepared(pack, cache_dir, checked=False), CASES["many_splits"]
+    inputs = SPEC.family.make_inputs(LAYOUT, case, 0)
+    outputs = SPEC.family.output_arrays(LAYOUT, case, inputs)
+    tensors = tensors_of(inputs | outputs)
+    with monkeypatch.context() as captured:
+        captured.setattr(call._backend, "run", lambda source, launches, regions: None)
+        call(**tensors, schedule="make")
+    call(**tensors, schedule="keep")
+    assert torch.isnan(tensors["out"]).all()
+
+
 def test_another_word_is_refused(call: PreparedCall) -> None:
     refused(call, InputError, "^schedule: must be make, keep or None, 'kept'$", TWO, schedule="kept")
 

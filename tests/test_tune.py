@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from kgen.render import render
 from kgen.space import Space, candidate_key, enumerate_space
 from kgen.tune import TuneReport, run, tune, tuning
 from kgen.tune.evaluate import Variant
-from kgen.tune.prove import MIN_GAIN, choose_few
+from kgen.tune.prove import MIN_GAIN, _interrupts_held, _pool, choose_few
 from kgen.tune.sampler import ListSampler, Sampler, TpeSampler, make_sampler
 
 Tuned = Callable[..., tuple[TuneReport, Log]]
@@ -280,6 +283,22 @@ def test_ctrl_c_ends_the_processes_of_proofs_without_a_word(moment: str) -> None
     os.killpg(tuning.pid, signal.SIGINT)  # as a terminal does
     _, err = tuning.communicate(timeout=30)  # to the end of what any of the processes may say
     assert (tuning.returncode, err) == (130, "")
+
+
+def test_proofs_from_a_thread_leave_the_processes_of_others_alone() -> None:
+    def prove_and_fail() -> None:
+        with _pool(1) as pool:
+            with _interrupts_held():
+                pool.submit(time.sleep, 60)
+            raise LookupError
+
+    other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    other.start()
+    with ThreadPoolExecutor(1) as threads, pytest.raises(LookupError):
+        threads.submit(prove_and_fail).result(timeout=30)
+    assert other.is_alive()
+    other.kill()
+    other.join()
 
 
 def test_kill_9_loses_at_most_the_trial_in_flight(tuned: Tuned, tmp_path: Path) -> None:

@@ -171,10 +171,10 @@ class PreparedCall:
                 for buffer, size in plan.workspace_bytes.items():
                     needed[buffer] = max(needed.get(buffer, 0), size)
         for buffer, size in needed.items():
-            is_shared = buffer in shared  # zeros: nothing to do, for a call that keeps what was captured and never ran
-            memory = (torch.zeros if is_shared else torch.empty)(size, dtype=torch.uint8, device=device)
+            # Zeros say that there is nothing to do: to a call that keeps what was captured and has never run.
+            memory = torch.zeros(size, dtype=torch.uint8, device=device)
             self._memory.append(memory)
-            regions = self._shared.regions if is_shared else self._workspace
+            regions = self._shared.regions if buffer in shared else self._workspace
             regions.append(Region(buffer, memory.data_ptr(), size, writable=True))
 
 
