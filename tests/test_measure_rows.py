@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kgen.families import verify_mla
 from kgen.families.verify_mla import VerifyMla
+from kgen.families.verify_mla_problem import SAMPLED_ROWS
 from kgen.family import Case, Layout
 
 FAMILY = VerifyMla()
@@ -58,6 +58,6 @@ def test_few_requests_are_read_where_each_is_long() -> None:
     many = case(prefixes=[37] * 40, nodes=[3] * 40)
     taken = sampled(many, 40 * ROW_FLOP)
     requests = sorted({row // 12 for row in taken})
-    assert len(requests) == 40 // verify_mla.SAMPLED_ROWS
+    assert len(requests) == 40 // SAMPLED_ROWS
     assert (requests[0], requests[-1]) == (0, 39)
     assert 40 <= len(taken) <= 44

@@ -24,7 +24,7 @@ from kgen.errors import (
     PackError,
     TensorError,
 )
-from kgen.families.verify_mla import pack_mask
+from kgen.families.verify_mla_problem import pack_mask
 from kgen.family import Case
 from kgen.runtime import PreparedCall, mask_words, pack_tree_mask, prepare
 from kgen.runtime.backends import EMULATED_SMS

@@ -11,15 +11,14 @@ is the layout's: bf16, or e4m3 without scales of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from kgen.bf16 import from_bf16, to_bf16
+from kgen.bf16 import from_bf16
 from kgen.binding import Binding
-from kgen.e4m3 import from_e4m3, to_e4m3
 from kgen.errors import TensorError
 from kgen.families.verify_mla_binding import (
     ELEMENT_BYTES,
@@ -27,6 +26,17 @@ from kgen.families.verify_mla_binding import (
     VerifyMlaBinding,
     call_scalars,
     softmax_scale,
+)
+from kgen.families.verify_mla_problem import attend, draw_inputs, present, rows_within
+from kgen.families.verify_mla_tiling import (
+    PROBABILITY_PAD,
+    Tiling,
+    element_bytes,
+    integer,
+    is_flash,
+    registers_fit,
+    shared_fits,
+    tiles_divide,
 )
 from kgen.family import (
     Array,
@@ -45,7 +55,6 @@ from kgen.family import (
     Value,
     Work,
 )
-from kgen.targets import Target
 
 LAYOUT_LIMITS = {  # least and most; int32 row counts and a kernel's registers bound them
     "heads": (1, 1024),
@@ -54,169 +63,13 @@ LAYOUT_LIMITS = {  # least and most; int32 row counts and a kernel's registers b
     "page_size": (1, 65536),
     "scale_dim": (1, 65536),
 }
-ROW_PAD_BYTES = 16  # shared rows of 1168 or 592 bytes: ldmatrix then touches every bank once
-PROBABILITY_PAD = 8  # elements after each row of P in shared memory, for the same reason
 COMBINE_THREADS = 4  # most threads that share four columns of a row where one block has all of them
-NAMED_BARRIERS = 15  # of a block, besides that of all its threads (PTX ISA, bar)
 COMBINE_COLUMNS = 128  # fewest columns of a combine block: one warp
 COMBINE_LOADS = 12  # splits that one thread of the combine can have in flight at once
 SCHEDULE_WORDS = 12  # uint32 of an item in a schedule, in 16-byte parts
 SCHEDULE_WARPS = 4  # of a block that makes a schedule, an item each
 MIN_SPLIT_ROWS = 32  # a shorter split costs more in the combine than it saves
-DISTINCT_VALUES = 1 << 22  # random numbers drawn for one array; a larger one repeats them
-SAMPLED_ROWS = 8  # of a request whose reference is sampled: gathering its keys takes as long as about so many
 GATHER_COST = {"bulk": 1.0, "cp_async": 1.3}  # 16-byte copies reach 1.3 to 1.7 times fewer bytes a clock (H200)
-REGISTER_SLACK = 20  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
-
-
-def integer(candidate: Mapping[str, Value], name: str) -> int:
-    """A tunable or layout field that is a whole number."""
-    return int(candidate[name])
-
-
-def element_bytes(layout: Mapping[str, Value]) -> int:
-    """Of an element of a KV row."""
-    return ELEMENT_BYTES[str(layout["dtype"])]
-
-
-class Tiling:
-    """How a flash candidate divides a block's work; every other number of the kernel follows from it.
-
-    ``row_groups`` groups of ``group_warps`` warps each own ``group_rows`` rows of the tile. For S = Q K^T a
-    group's warps are ``k_split`` slices of the head dimension x ``key_split`` parts of the keys (both: ``sharers``) x
-    ``score_parts`` parts of its rows; for the softmax each owns ``own_rows`` of its part's rows; for P V they are
-    ``group_warps`` slices of the latent columns.
-    """
-
-    def __init__(self, candidate: Candidate, layout: Layout) -> None:
-        self.tile_m = integer(candidate, "tile_m")
-        self.tile_n = integer(candidate, "tile_n")
-        self.stages = integer(candidate, "stages")
-        self.warps = integer(candidate, "warps")
-        self.row_groups = integer(candidate, "row_groups")
-        self.k_split = integer(candidate, "k_split")
-        self.key_split = integer(candidate, "key_split")
-        self.blocks_per_sm = integer(candidate, "blocks_per_sm")
-        self.latent = integer(layout, "latent")
-        self.head_dim = self.latent + integer(layout, "rope")
-        self.element_bytes = element_bytes(layout)
-
-    @property
-    def threads(self) -> int:
-        return self.warps * 32
-
-    @property
-    def group_warps(self) -> int:
-        return self.warps // self.row_groups
-
-    @property
-    def group_rows(self) -> int:
-        return self.tile_m // self.row_groups
-
-    @property
-    def sharers(self) -> int:
-        return self.k_split * self.key_split
-
-    @property
-    def score_parts(self) -> int:
-        return self.group_warps // self.sharers
-
-    @property
-    def score_keys(self) -> int:
-        """Keys of S that one warp computes."""
-        return self.tile_n // self.key_split
-
-    @property
-    def score_rows(self) -> int:
-        """Rows of S that one warp computes a slice of."""
-        return self.group_rows // self.score_parts
-
-    @property
-    def own_rows(self) -> int:
-        """Rows that one warp softens: a quad of lanes each, as the mma leaves them."""
-        return self.score_rows // self.sharers
-
-    @property
-    def packet_floats(self) -> int:
-        """Values of S that one warp sends another: the other's rows x its own keys."""
-        return self.own_rows * self.score_keys
-
-    def divides(self) -> bool:
-        """Whether every division above is exact and every warp has whole mma tiles and quads."""
-        return (
-            self.warps % self.row_groups == 0
-            and self.tile_m % (16 * self.row_groups) == 0
-            and self.group_warps % self.sharers == 0
-            and (self.head_dim // 16) % self.k_split == 0
-            and self.group_rows % (16 * self.score_parts) == 0
-            and self.score_keys % 16 == 0
-            and self.own_rows in (2, 4, 8)
-            and self.latent % (32 * self.group_warps) == 0
-            and self.tile_n % self.group_warps == 0
-            and self.tile_n // self.group_warps <= 32
-            and self.row_groups + self.stages <= NAMED_BARRIERS
-        )
-
-    @property
-    def dense_bytes(self) -> int:
-        """Of a KV row in memory."""
-        return self.head_dim * self.element_bytes
-
-    @property
-    def row_bytes(self) -> int:
-        return self.dense_bytes + ROW_PAD_BYTES
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        """Byte offsets of the shared arrays, and their total."""
-        sizes = {
-            "kv": self.stages * self.tile_n * self.row_bytes,
-            "score": self.warps * self.sharers * self.packet_floats * 4,
-            "probability": self.tile_m * (self.tile_n + PROBABILITY_PAD) * 2,
-            "rescale": self.tile_m * 4,
-            "full": self.stages * 8,
-        }
-        offsets, at = {}, 0
-        for name, size in sizes.items():
-            offsets[name] = at
-            at += -(-size // 16) * 16
-        return offsets | {"total": at}
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.offsets["total"]
-
-    @property
-    def register_floor(self) -> int:
-        """Registers a thread holds across the main loop: O, Q, S and double-buffered fragments."""
-        output = self.group_rows // 16 * (self.latent // self.group_warps // 8) * 4
-        query = self.score_rows // 16 * (self.head_dim // 16 // self.k_split) * 4
-        score = max(4, self.score_rows // 16 * (self.score_keys // 8)) * 4
-        return output + query + max(score + self.score_keys // 16 * 8, self.group_rows // 16 * 4 + 8)
-
-
-def _is_flash(candidate: Candidate) -> bool:
-    return candidate["algorithm"] == "flash"
-
-
-def _tiles_divide(candidate: Candidate, layout: Layout, target: Target) -> bool:
-    return not _is_flash(candidate) or Tiling(candidate, layout).divides()
-
-
-def _shared_fits(candidate: Candidate, layout: Layout, target: Target) -> bool:
-    if not _is_flash(candidate):
-        return True
-    tiling = Tiling(candidate, layout)
-    resident = tiling.blocks_per_sm * (tiling.shared_bytes + target.shared_bytes_reserved)
-    return tiling.shared_bytes <= target.shared_bytes_per_block and resident <= target.shared_bytes_per_sm
-
-
-def _registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool:
-    if not _is_flash(candidate):
-        return True
-    tiling = Tiling(candidate, layout)
-    cap = min(target.registers_per_thread, target.registers_per_sm // (tiling.threads * tiling.blocks_per_sm))
-    return tiling.register_floor + REGISTER_SLACK <= cap
 
 
 class VerifyMla(Family):
@@ -267,9 +120,9 @@ class VerifyMla(Family):
         "refill": ("late", "eager"),
     }
     constraints: ClassVar[tuple[Constraint, ...]] = (
-        Constraint("tiles divide evenly among warps", _tiles_divide),
-        Constraint("shared memory fits", _shared_fits),
-        Constraint("registers fit", _registers_fit),
+        Constraint("tiles divide evenly among warps", tiles_divide),
+        Constraint("shared memory fits", shared_fits),
+        Constraint("registers fit", registers_fit),
     )
 
     def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
@@ -286,7 +139,7 @@ class VerifyMla(Family):
         return None
 
     def label(self, candidate: Candidate) -> str:
-        if not _is_flash(candidate):
+        if not is_flash(candidate):
             return "oracle"
         return (
             "flash_m{tile_m}_n{tile_n}_s{stages}_w{warps}_g{row_groups}_k{k_split}x{key_split}_{gather}_{refill}_b{blocks_per_sm}"
@@ -294,7 +147,7 @@ class VerifyMla(Family):
 
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
         shared = {name: layout[name] for name in self.layout_constants} | {"algorithm": candidate["algorithm"]}
-        if not _is_flash(candidate):
+        if not is_flash(candidate):
             return shared
         tiling = Tiling(candidate, layout)
         # split_waves is decided on the host: it is no part of the source, so its values share one cubin.
@@ -313,7 +166,7 @@ class VerifyMla(Family):
         } | {f"{name}_offset": at for name, at in tiling.offsets.items() if name != "total"}  # fmt: skip
 
     def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
-        if not _is_flash(candidate):
+        if not is_flash(candidate):
             return (Kernel("verify_mla_oracle", 32, 0),)
         tiling = Tiling(candidate, layout)
         return (
@@ -325,7 +178,7 @@ class VerifyMla(Family):
     def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
         kernels = self.kernels(candidate, layout)
         rows = capacity["batch"] * capacity["nodes"] * integer(layout, "heads")
-        if not _is_flash(candidate):
+        if not is_flash(candidate):
             oracle = kernels[0]
             launch = Launch(oracle.entry, (rows, 1, 1), oracle.threads, oracle.shared_bytes)
             return Plan((launch,), {}, _work_scalars(0, 0, 0, 0))
@@ -409,39 +262,10 @@ class VerifyMla(Family):
         }
 
     def make_inputs(self, layout: Layout, case: Case, seed: int) -> dict[str, Array | None]:
-        options, rng = case.options, np.random.default_rng(seed)
-        head_dim = integer(layout, "latent") + integer(layout, "rope")
-        prefixes, nodes = options["prefixes"], options["nodes"]
-        tokens, page = sum(nodes), integer(layout, "page_size")
-        in_pool = options.get("draft", "tensor") == "pool"
-        lengths = [p + (n if in_pool else 0) for p, n in zip(prefixes, nodes, strict=True)]
-        slots, pool_rows = _scatter(lengths, page, rng)
-        prefix_slots = [row[:p] for row, p in zip(slots, prefixes, strict=True)]
-        if options.get("padded"):
-            prefix_slots[-1][:] = 0
-        draft_slots = [row[p:] for row, p in zip(slots, prefixes, strict=True)]
-
-        def index(name: str, values: Array) -> Array:
-            return values.astype(np.int64 if name in options.get("wide", ()) else np.int32)
-
-        def normal(encode: Callable[[Array], Array], *shape: int) -> Array:
-            count = min(math.prod(shape), DISTINCT_VALUES)
-            return np.resize(encode(rng.standard_normal(count, dtype=np.float32)), shape)
-
-        encode_kv = to_bf16 if layout["dtype"] == "bf16" else to_e4m3
-        return {
-            "q": normal(to_bf16, tokens, integer(layout, "heads"), head_dim),
-            "kv_pool": normal(encode_kv, pool_rows, head_dim),
-            "draft_kv": None if in_pool else normal(encode_kv, tokens, head_dim),
-            "kv_indices": index("kv_indices", np.concatenate(prefix_slots)),
-            "kv_indptr": index("kv_indptr", np.cumsum([0, *prefixes])),
-            "qo_indptr": index("qo_indptr", np.cumsum([0, *nodes])),
-            "draft_slots": index("draft_slots", np.concatenate(draft_slots)) if in_pool else None,
-            "tree_mask": _random_trees(nodes, rng) if options.get("mask", "tree") == "tree" else None,
-        }
+        return draw_inputs(layout, case, seed)
 
     def output_arrays(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None]) -> dict[str, Array | None]:
-        tokens, heads = _present(inputs, "q").shape[:2]
+        tokens, heads = present(inputs, "q").shape[:2]
         lse = np.full((tokens, heads), np.nan, np.float32) if case.options["lse"] else None
         return {"out": np.full((tokens, heads, integer(layout, "latent")), 0xFFFF, np.uint16), "lse": lse}
 
@@ -449,8 +273,8 @@ class VerifyMla(Family):
         return call_scalars(
             inputs,
             wide=[array is not None and array.dtype.itemsize == 8 for array in map(inputs.get, INDEX_ARRAYS)],
-            kv_stride_bytes=_present(inputs, "kv_pool")[0].nbytes,
-            batch=_present(inputs, "kv_indptr").size - 1,
+            kv_stride_bytes=present(inputs, "kv_pool")[0].nbytes,
+            batch=present(inputs, "kv_indptr").size - 1,
             heads=integer(layout, "heads"),
             scale=softmax_scale(layout),
             kv_scale=case.options.get("kv_scale", 1.0),
@@ -459,44 +283,10 @@ class VerifyMla(Family):
     def reference(
         self, layout: Layout, case: Case, inputs: Mapping[str, Array | None], rows: Array | None = None
     ) -> dict[str, Array]:
-        latent, heads = integer(layout, "latent"), integer(layout, "heads")
-        q, pool = _present(inputs, "q"), _present(inputs, "kv_pool")
-        kv_indptr, qo_indptr = _present(inputs, "kv_indptr"), _present(inputs, "qo_indptr")
-        q_rows = q.reshape(-1, q.shape[2])
-        decode_kv = from_bf16 if layout["dtype"] == "bf16" else from_e4m3
-        wanted = np.arange(len(q_rows)) if rows is None else rows
-        out = np.zeros((wanted.size, latent))
-        lse = np.full(wanted.size, -np.inf)
-        for request in range(kv_indptr.size - 1):
-            first, last = int(qo_indptr[request]), int(qo_indptr[request + 1])
-            places = np.flatnonzero((wanted >= first * heads) & (wanted < last * heads))
-            if places.size == 0:
-                continue
-            slots = _present(inputs, "kv_indices")[int(kv_indptr[request]) : int(kv_indptr[request + 1])]
-            draft = inputs["draft_kv"]
-            drafts = pool[_present(inputs, "draft_slots")[first:last]] if draft is None else draft[first:last]
-            keys = decode_kv(np.concatenate([pool[slots], drafts])) * case.options.get("kv_scale", 1.0)
-            nodes = wanted[places] // heads - first
-            visible = _visible(inputs["tree_mask"], first, last, len(slots))[nodes]
-            score = from_bf16(q_rows[wanted[places]]) @ keys.T * softmax_scale(layout)
-            out[places], lse[places] = _softmax_product(np.where(visible, score, -np.inf), keys[:, :latent])
-        if rows is not None:
-            return {"out": out, "lse": lse}
-        return {"out": out.reshape(-1, heads, latent), "lse": lse.reshape(-1, heads)}
+        return attend(layout, case, inputs, rows)
 
     def sample_rows(self, layout: Layout, case: Case, inputs: Mapping[str, Array | None], flop: float) -> Array:
-        heads = integer(layout, "heads")
-        starts = _present(inputs, "qo_indptr").astype(np.int64) * heads
-        lengths = np.diff(_present(inputs, "kv_indptr")) + np.diff(starts) // heads
-        key_flop = 2.0 * (2 * integer(layout, "latent") + integer(layout, "rope"))
-        if key_flop * float(np.diff(starts) @ lengths) <= flop:
-            return np.arange(starts[-1])
-        asked = np.flatnonzero(np.diff(starts))
-        count = int(flop / (key_flop * float(lengths[asked].max())))
-        chosen = asked[_spread(len(asked), max(2, count // SAMPLED_ROWS))]
-        rows = np.concatenate([np.arange(starts[request], starts[request + 1]) for request in chosen])
-        ends = [edge for request in (asked[0], asked[-1]) for edge in (starts[request], starts[request + 1] - 1)]
-        return np.union1d(ends, rows[_spread(len(rows), count)])
+        return rows_within(layout, inputs, flop)
 
     def as_float(self, output: str, array: Array) -> Array:
         return from_bf16(array) if output == "out" else array.astype(np.float64)
@@ -515,7 +305,7 @@ class VerifyMla(Family):
         work = self.work(layout, point)
         main = plan.launches[0]
         blocks = math.prod(main.grid)
-        if not _is_flash(candidate):
+        if not is_flash(candidate):
             row_bytes = float(element_bytes(layout) * (integer(layout, "latent") + integer(layout, "rope")))
             return (LaunchDemand(main.entry, blocks, keys, 1, 0.0, row_bytes, row_bytes, 1.0, row_bytes, work.bytes),)
         tiling = Tiling(candidate, layout)
@@ -528,12 +318,12 @@ class VerifyMla(Family):
             steps=-(-tiles // splits),
             stages=tiling.stages,
             step_mma_flop=2.0 * tiling.tile_m * tiling.tile_n * (tiling.head_dim + tiling.latent),
-            step_shared_bytes=_shared_traffic(tiling),
+            step_shared_bytes=tiling.step_shared_bytes,
             step_gather_bytes=tiling.tile_n * tiling.dense_bytes * GATHER_COST[str(candidate["gather"])],
             step_syncs=2.0,
             block_bytes=tiling.tile_m * (2.0 * tiling.head_dim + 2.0 * tiling.latent),
             dram_bytes=work.bytes,
-            step_converted=_warp_elements(tiling) if tiling.element_bytes == 1 else 0.0,
+            step_converted=tiling.warp_elements if tiling.element_bytes == 1 else 0.0,
         )
         if len(plan.launches) == 1:
             return (flash,)
@@ -582,78 +372,3 @@ def _combine_groups(layout: Layout) -> int:
 def _combine_shared_bytes(layout: Layout) -> int:
     """One float4 a thread, and a total and a peak a group."""
     return _combine_threads(layout) * 16 + _combine_groups(layout) * 8
-
-
-def _shared_traffic(tiling: Tiling) -> float:
-    """Shared-memory bytes that one KV tile moves: K and V fragments, S exchange, P."""
-    scores = 4.0 * 2 * tiling.tile_m * tiling.tile_n * tiling.k_split
-    probabilities = 2.0 * tiling.tile_m * tiling.tile_n * (1 + tiling.group_warps)
-    return tiling.element_bytes * tiling.warps * _warp_elements(tiling) + scores + probabilities
-
-
-def _warp_elements(tiling: Tiling) -> float:
-    """Elements of K and V that one warp fetches for one KV tile."""
-    return tiling.score_keys * tiling.head_dim / tiling.k_split + tiling.tile_n * tiling.latent / tiling.group_warps
-
-
-def _present(inputs: Mapping[str, Array | None], name: str) -> Array:
-    array = inputs[name]
-    assert array is not None, name
-    return array
-
-
-def _scatter(lengths: list[int], page: int, rng: np.random.Generator) -> tuple[list[Array], int]:
-    """Slots of each request in a pool with holes, page by page in random order; page 0 is reserved."""
-    pages = [-(-length // page) for length in lengths]
-    order = rng.permutation(np.arange(1, sum(pages) + sum(pages) // 4 + 2))
-    slots, at = [], 0
-    for length, count in zip(lengths, pages, strict=True):
-        starts = order[at : at + count] * page
-        slots.append((starts[:, None] + np.arange(page)).reshape(-1)[:length])
-        at += count
-    return slots, int(order.max() + 1) * page
-
-
-def _random_trees(nodes: list[int], rng: np.random.Generator) -> Array:
-    """Ancestor bits of one random tree a request: uint32 [tokens, words], bit j of row i is set if i sees j."""
-    words = max(1, -(-max(nodes) // 32))
-    rows: list[Array] = []
-    for count in nodes:
-        visible = np.eye(count, dtype=bool)
-        for node in range(1, count):
-            visible[node] |= visible[rng.integers(0, node)]
-        rows.append(pack_mask(visible, words))
-    return np.concatenate(rows) if rows else np.zeros((0, words), np.uint32)
-
-
-def pack_mask(visible: Array, words: int) -> Array:
-    """Boolean [nodes, nodes] to uint32 [nodes, words], bit j of a row first in word j // 32."""
-    padded = np.zeros((len(visible), words * 32), dtype=bool)
-    padded[:, : visible.shape[1]] = visible
-    return np.packbits(padded, axis=1, bitorder="little").view(np.uint32).reshape(len(visible), words)
-
-
-def _visible(mask: Array | None, first: int, last: int, prefix: int) -> Array:
-    """Boolean [nodes, prefix + nodes] of one request."""
-    count = last - first
-    if mask is None:
-        tree = np.tri(count, dtype=bool)
-    else:
-        tree = np.unpackbits(mask[first:last].view(np.uint8), axis=1, bitorder="little")[:, :count].astype(bool)
-    return np.concatenate([np.ones((count, prefix), dtype=bool), tree], axis=1)
-
-
-def _spread(length: int, count: int) -> Array:
-    """At most ``count`` indices below ``length``, evenly apart, from the first to the last."""
-    return np.unique(np.linspace(0, length - 1, min(length, count)).round().astype(np.int64))
-
-
-def _softmax_product(score: Array, values: Array) -> tuple[Array, Array]:
-    """softmax(score) @ values and the log-sum-exp of score, by row; a row that sees nothing gives 0 and -inf."""
-    peak = score.max(axis=1, initial=-np.inf)
-    base = np.where(np.isfinite(peak), peak, 0.0)
-    weight = np.exp(score - base[:, None])
-    total = weight.sum(axis=1)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total) + base
-    return weight @ values / np.where(total > 0, total, 1.0)[:, None], lse
