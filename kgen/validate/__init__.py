@@ -176,16 +176,17 @@ class _Run:
 
 
 def _runs(case: Case, plans: Sequence[Plan], seeds: Sequence[int], problems: Problems) -> Iterator[_Run]:
-    """All seeds under the first plan, then the first seed under each of the others; replays under the first two.
+    """All seeds and the replay under the first plan, then the first seed under each of the others.
 
-    The second is the first with what calls may share, where there is such: a replay has to make that anew.
+    The replay is also done where more is launched first: what calls may share has to be made anew.
     """
+    sharing = next((plan for plan in plans if len(plan.launches) > len(plans[0].launches)), None)
     for seed in seeds:
         replays = problems.replays(case, seed) if seed == seeds[0] else []
         yield _Run(plans[0], [problems.first(case, seed), *replays])
-    for place, plan in enumerate(plans[1:] if seeds else ()):
+    for plan in plans[1:] if seeds else ():
         blocks = " + ".join(f"{math.prod(launch.grid)} x {launch.threads}" for launch in plan.launches)
-        replays = problems.replays(case, seeds[0]) if place == 0 else []
+        replays = problems.replays(case, seeds[0]) if plan is sharing else []
         yield _Run(plan, [problems.first(case, seeds[0]), *replays], f" in {blocks} threads")
 
 
