@@ -48,7 +48,7 @@ def faults_in(report: Any) -> list[str]:
     return [*report.get("faults", []), *(fault for value in report.values() for fault in faults_in(value))]
 
 
-def described_machine(device: str) -> dict[str, Any]:
+def described_machine(device: str, kv_dtype: str) -> dict[str, Any]:
     """What ran."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -58,7 +58,8 @@ def described_machine(device: str) -> dict[str, Any]:
         "triton": triton.__version__,
         "stood_in_for": STOOD_IN,
         "packs": [described(checked_pack(family)) for family in ("verify_mla", "kv_defrag")],
-        "tolerances": {"kgen against stock": PAIR_TOLERANCE, "kgen against float64": REFERENCE_TOLERANCE},
+        "kv_dtype": kv_dtype,
+        "tolerances": {"kgen against stock": PAIR_TOLERANCE[kv_dtype], "kgen against float64": REFERENCE_TOLERANCE},
     }
 
 
@@ -80,7 +81,10 @@ def main() -> None:
     if "kgen" not in ATTENTION_BACKENDS:
         raise SystemExit("SGLang's plug-in loader did not register kgen")
     results = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    results["machine"] = described_machine(options.device) | {"kv_dtype": options.kv_dtype}
+    of = results.get("machine", {}).get("kv_dtype", options.kv_dtype)
+    if of != options.kv_dtype:
+        parser.error(f"{options.json} holds results of pools in {of}: give another file")
+    results["machine"] = described_machine(options.device, options.kv_dtype)
     failed = False
     for name in parts:
         started = time.perf_counter()

@@ -12,13 +12,13 @@ import torch
 from sglang_graphs import VerifyGraphs, verify_batch
 from sglang_server import LATENT, ROPE, SCALE, backends, make_layer, serving
 
-PAIR_TOLERANCE = 8e-3
+PAIR_TOLERANCE = {"bf16": 8e-3, "e4m3": 0.15}
 """Relative L2 of a request's output, kgen against stock: both round probabilities and partial sums to bf16."""
 REFERENCE_TOLERANCE = 5e-3
 """The same against float64; the tolerance of specs/verify_mla.yaml."""
 
 KV_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
-"""Of the pool, by name. In e4m3 stock rounds Q and P to e4m3 as well, so it is judged by float64 alone."""
+"""Of the pool, by name. In e4m3 stock rounds Q and P to e4m3 as well, and kgen draft rows."""
 
 
 def fill_slots(runner: Any, generator: torch.Generator) -> None:
@@ -202,7 +202,7 @@ def compare_replays(
         if step % max(1, steps // 40) == 0:
             _against_float64(traffic, drawn, found, reference)
     worst = float(pair.max()) if not pair.isnan().any() else float("nan")
-    near = worst <= PAIR_TOLERANCE if options.kv_dtype == "bf16" else reference["stock"] >= reference["kgen"]
+    near = worst <= PAIR_TOLERANCE[options.kv_dtype]
     faults = [] if near else [f"kgen against stock {worst:.2e}, step {int(pair.argmax())}"]
     if not reference["kgen"] <= REFERENCE_TOLERANCE:
         faults.append(f"kgen against float64 {reference['kgen']:.2e}")

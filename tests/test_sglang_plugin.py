@@ -11,17 +11,19 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from packs import invented_pack
 from torch._C._distributed_c10d import HashStore
 
-from kgen.errors import InputError, PackError
+from kgen.errors import PackError
 from kgen.resources import GENERATED
 from kgen.sglang import agreement, plugin
 from kgen.sglang.agreement import check_agreement, described
 from kgen.sglang.capture import WorkloadCapture
+from kgen.sglang.kv_moves import KvMoves
 from kgen.sglang.metrics import MOST_REASONS, Metrics
 from kgen.sglang.tally import Tally
 from kgen.workload import read_capture
@@ -139,12 +141,30 @@ def test_a_rank_that_says_nothing_is_named_and_not_waited_for(monkeypatch: pytes
         agreement.exchanged(store, ("a pack", ""), [1, 2, 3], 1)
 
 
+def test_a_store_that_is_gone_is_named() -> None:
+    def gone(*_: object) -> None:
+        raise RuntimeError("Connection reset by peer\nmore")
+
+    store = SimpleNamespace(set=lambda *_: None, wait=gone, check=gone)
+    with pytest.raises(PackError, match=r"^kgen: the ranks' store is gone, Connection reset by peer; "):
+        agreement.exchanged(store, ("a pack", ""), [1, 2], 1)
+
+
 def test_ranks_hear_each_other_each_time_that_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_meetings", Counter())
     store = HashStore()
     for meeting, said in ((1, "one"), (2, "another")):
         store.set(f"kgen/4-6/{meeting}/6", json.dumps([said, ""]))
         assert agreement.exchanged(store, ("mine", "why"), [4, 6], 4) == {4: ("mine", "why"), 6: (said, "")}
+
+
+def test_moves_are_prepared_for_the_largest_server_of_a_process() -> None:
+    nobody: Any = None  # neither pack nor tally is asked
+    moves = KvMoves(nobody, nobody)
+    assert moves.rows == 512
+    for requests, nodes, rows in ((8, 10, 80), (16, 64, 1024), (4, 4, 1024), (100, 64, 2048)):
+        moves.expect(requests, nodes)
+        assert moves.rows == rows
 
 
 def batch(*prefixes: int, on_host: bool = True) -> SimpleNamespace:
@@ -178,11 +198,14 @@ def test_a_capture_goes_on_where_it_was_cut_off_and_its_bound_is_of_the_file(tmp
 
 
 @pytest.mark.parametrize("value", ["100k", "-1", "0", "1.5"])
-def test_a_number_that_is_none_is_named(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_is_none_is_named_and_ends_the_capture_alone(
+    value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("KGEN_CAPTURE", "capture.jsonl")
     monkeypatch.setenv("KGEN_CAPTURE_LINES", value)
-    with pytest.raises(InputError, match=f"^KGEN_CAPTURE_LINES: must be a positive whole number, '{value}'"):
-        WorkloadCapture.from_environment("h8_p1")
+    WorkloadCapture.from_environment("h8_p1").note(batch(1), 1, 2)
+    assert f"KGEN_CAPTURE_LINES: must be a positive whole number, '{value}'" in caplog.text
+    assert not Path("capture.jsonl").exists()
 
 
 def test_every_name_of_sglang_is_checked_for() -> None:

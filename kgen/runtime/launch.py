@@ -171,8 +171,8 @@ class PreparedCall:
                 for buffer, size in plan.workspace_bytes.items():
                     needed[buffer] = max(needed.get(buffer, 0), size)
         for buffer, size in needed.items():
-            # Zeros say that there is nothing to do: to a call that keeps what was captured and has never run.
-            memory = torch.zeros(size, dtype=torch.uint8, device=device)
+            # Zeros: a call that keeps a schedule whose making was captured and has never run finds nothing to do.
+            memory = (torch.zeros if shared else torch.empty)(size, dtype=torch.uint8, device=device)
             self._memory.append(memory)
             regions = self._shared.regions if buffer in shared else self._workspace
             regions.append(Region(buffer, memory.data_ptr(), size, writable=True))

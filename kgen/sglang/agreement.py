@@ -50,15 +50,25 @@ def exchanged(store: Any, mine: Said, ranks: list[int], rank: int) -> dict[int, 
     store.set(keys[rank], json.dumps(mine))
     try:
         store.wait(list(keys.values()), timedelta(seconds=PATIENCE_SECONDS))
-    except RuntimeError:
-        silent = [str(other) for other, key in keys.items() if not store.check([key])]
-        raise PackError(
-            "kgen",
-            f"some ranks have not said in {PATIENCE_SECONDS} s which kernels they would run",
-            seen=f"nothing from {', '.join(silent)}",
-            remedy="install kgen with a pack for all of them, and give all the same attention backend",
-        ) from None
+    except RuntimeError as error:
+        silent = _silent(store, keys, error)
+        if silent:
+            raise PackError(
+                "kgen",
+                f"some ranks have not said in {PATIENCE_SECONDS} s which kernels they would run",
+                seen=f"nothing from {', '.join(silent)}",
+                remedy="install kgen with a pack for all of them, and give all the same attention backend",
+            ) from None
     return {other: tuple(json.loads(store.get(key))) for other, key in keys.items()}
+
+
+def _silent(store: Any, keys: Mapping[int, str], waited: RuntimeError) -> list[str]:
+    """The ranks whose words are not in the store. Raises PackError where it cannot be asked."""
+    try:
+        return [str(rank) for rank, key in keys.items() if not store.check([key])]
+    except RuntimeError:
+        lost = str(waited).splitlines()[0]
+        raise PackError("kgen", "the ranks' store is gone", seen=lost, remedy="see why the first rank ended") from None
 
 
 def described(pack: Pack) -> str:

@@ -10,6 +10,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from kgen.errors import InputError
 from kgen.sglang.environment import positive_number
 
 CAPTURE_VARIABLE = "KGEN_CAPTURE"
@@ -41,14 +42,18 @@ class WorkloadCapture:
 
     @classmethod
     def from_environment(cls, layout: str) -> WorkloadCapture:
-        """As $KGEN_CAPTURE and $KGEN_CAPTURE_LINES say, on rank 0 only. Raises InputError."""
+        """As $KGEN_CAPTURE and $KGEN_CAPTURE_LINES say, on rank 0 only; a number that is none is warned of."""
         import torch
 
         named = os.environ.get(CAPTURE_VARIABLE)
         first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         if not named or not first:
             return cls(None, layout)
-        return cls(Path(named), layout, positive_number(LINES_VARIABLE, DEFAULT_LINES))
+        try:
+            return cls(Path(named), layout, positive_number(LINES_VARIABLE, DEFAULT_LINES))
+        except InputError as error:  # no reason for a server to do without kgen
+            logger.warning("kgen captures no workload: %s", error)
+            return cls(None, layout)
 
     def note(self, forward_batch: Any, requests: int, nodes: int) -> None:
         """Record the first ``requests`` of a forward; the others are padding.

@@ -38,16 +38,17 @@ class PoolMover:
 class KvMoves:
     """The hook around ``move_kv_cache``. Each pool's call is prepared when it first moves something.
 
-    ``rows`` is how many one call moves: accepted nodes of all requests. A longer list goes to SGLang.
+    ``rows`` is how many one call moves: all nodes of all requests, of which few are accepted. More go to SGLang.
     """
 
     def __init__(self, pack: Pack, tally: Tally) -> None:
-        self._pack, self._tally, self.rows = pack, tally, USUAL_ROWS
+        self._pack, self._tally, self.rows, self._expected = pack, tally, USUAL_ROWS, 0
         self._movers: WeakKeyDictionary[Any, PoolMover | str] = WeakKeyDictionary()
 
     def expect(self, requests: int, nodes: int) -> None:
         """Be ready for a server that verifies trees of so many nodes for so many requests; before the first move."""
-        self.rows = min(requests * nodes, MOST_ROWS)
+        self._expected = max(self._expected, min(requests * nodes, MOST_ROWS))
+        self.rows = self._expected
 
     def __call__(self, original: Any, pool: Any, tgt_loc: Any, src_loc: Any) -> Any:
         """Move as ``original(pool, tgt_loc, src_loc)`` would: each target gets what its source held before."""

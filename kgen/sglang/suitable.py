@@ -40,7 +40,7 @@ def unsuitable_layer(layer: Any, shape: tuple[int, int, int]) -> str:
     reasons = {
         f"head layout {found}": found != (*shape, 1),
         "logit cap": bool(layer.logit_cap),
-        "scales of K and V that differ": kv_scale(layer) is None,
+        "no one scale for K and V": kv_scale(layer) is None,
         "sliding window layer": layer.sliding_window_size is not None and layer.sliding_window_size > -1,
         "not causal self-attention": layer.is_cross_attention or layer.attn_type != AttentionType.DECODER,
         "temperature by length": layer.xai_temperature_len > 0,

@@ -257,7 +257,7 @@ def test_page_sizes(tally: Tally, page_size: int) -> None:
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("reason", ["logit cap", "sinks", "scales of K and V that differ", "score_mod", "aux_tensors"])
+@pytest.mark.parametrize("reason", ["logit cap", "sinks", "no one scale for K and V", "score_mod", "aux_tensors"])
 def test_calls_that_go_to_sglang(runner: Any, tally: Tally, reason: str) -> None:
     ours, stock = backends(runner)
     step = harness.make_step(runner, PREFIXES, NODES)
@@ -277,7 +277,7 @@ def test_calls_that_go_to_sglang(runner: Any, tally: Tally, reason: str) -> None
     assert torch.equal(harness.eager(ours, layer, step, **extras), from_tree)
     assert torch.equal(harness.eager(stock, layer, step, **extras), from_tree)
     plain = harness.eager(stock, harness.make_layer(), step)
-    changes_nothing = reason in ("aux_tensors", "scales of K and V that differ")  # what is read then has no scale
+    changes_nothing = reason in ("aux_tensors", "no one scale for K and V")  # what is read then has no scale
     assert torch.equal(from_tree, plain) == changes_nothing
     assert tally.left == {("attention", reason): 2}
     assert ran(tally) == 0
@@ -294,8 +294,8 @@ def scales(k: float, v: float) -> dict[str, Any]:
         ({}, {}, ""),
         ({"head_dim": 192, "v_head_dim": 128}, {}, "head layout (8, 192, 128, 1)"),
         ({"logit_cap": 30.0}, {}, "logit cap"),
-        ({}, {"k_scale": torch.tensor(2.0)}, "scales of K and V that differ"),
-        ({}, scales(2.0, 3.0), "scales of K and V that differ"),
+        ({}, {"k_scale": torch.tensor(2.0)}, "no one scale for K and V"),
+        ({}, scales(2.0, 3.0), "no one scale for K and V"),
         ({}, scales(2.0, 2.0), ""),
         ({}, {"sliding_window_size": 128}, "sliding window layer"),
         ({}, {"is_cross_attention": True}, "not causal self-attention"),
