@@ -268,7 +268,7 @@ def test_calls_that_go_to_sglang(runner: Any, tally: Tally, reason: str) -> None
         "score_mod": {"score_mod": relative_bias_score_mod, "aux_tensors": aux},
         "aux_tensors": {"aux_tensors": aux},
     }.get(reason, {})
-    if reason.startswith("scales"):
+    if reason.startswith("no one scale"):
         layer.k_scale, layer.k_scale_float = torch.tensor(2.0), 2.0
     full = step.batch.spec_info.custom_mask
     step.batch.spec_info.custom_mask = torch.stack(step.trees).flatten()  # the stock kernel needs one over the prefix
