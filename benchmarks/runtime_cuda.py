@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kgen.bench.peers import tensor_of
 from kgen.cli.options import shipped_pack
 from kgen.family import Array, Case, Layout, find_family
 from kgen.resources import SPECS
@@ -34,15 +35,9 @@ SPEC = load_spec(SPECS / "verify_mla.yaml")
 WAYS: Mapping[str, Sequence[Schedule | None]] = {"alone": (None,), "three layers": ("make", "keep", "keep")}
 
 
-def on_gpu(name: str, array: Array | None) -> Any:
-    """The array as the tensor that a server would pass: bf16 as bfloat16, bytes as float8_e4m3fn, masks as int32."""
-    if array is None:
-        return None
-    if array.dtype == np.uint8:
-        return torch.from_numpy(array).cuda().view(torch.float8_e4m3fn)
-    if array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16)).cuda().view(torch.bfloat16)
-    return torch.from_numpy(array.view(np.int32) if array.dtype == np.uint32 else array).cuda()
+def on_gpu(array: Array | None) -> Any:
+    """The array as the tensor that a server would pass."""
+    return None if array is None else tensor_of(array, "cuda")
 
 
 def errors(
@@ -76,7 +71,7 @@ class Layer:
         """Inputs of a seed, on the GPU."""
         inputs = FAMILY.make_inputs(layout, case, seed)
         outputs = FAMILY.output_arrays(layout, case, inputs)
-        on = ({name: on_gpu(name, array) for name, array in arrays.items()} for arrays in (inputs, outputs))
+        on = ({name: on_gpu(array) for name, array in arrays.items()} for arrays in (inputs, outputs))
         return cls(seed, schedule, case.options.get("kv_scale"), *on)
 
     def run(self, verify: PreparedCall) -> None:
@@ -99,7 +94,7 @@ class Layer:
         """Put other inputs where the captured call looks, and poison in its outputs."""
         for name, array in changed.items():
             if array is not None:
-                self.tensors[name][: len(array)].copy_(on_gpu(name, array))
+                self.tensors[name][: len(array)].copy_(on_gpu(array))
         for output in self.outputs.values():
             if output is not None:
                 output.fill_(float("nan"))
@@ -117,7 +112,7 @@ def run_case(layout: Layout, verify: PreparedCall, case: Case, schedules: Sequen
     if not all(layer.fits(inputs) for layer, inputs in zip(layers, changed, strict=True)):
         return wrong
     for layer, inputs in zip(layers, changed, strict=True):
-        pool = on_gpu("kv_pool", inputs["kv_pool"])
+        pool = on_gpu(inputs["kv_pool"])
         rows = max(len(layer.tensors["kv_pool"]), len(pool))
         layer.tensors["kv_pool"] = torch.empty((rows, pool.shape[1]), dtype=pool.dtype, device=pool.device)
     graph = torch.cuda.CUDAGraph()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kgen.bench.peers import tensor_of
 from kgen.db import TuningDatabase
 from kgen.family import Array, Candidate
 from kgen.pack import pack_from_database
@@ -88,14 +89,8 @@ def sources_only_pack(spec: Spec, folder: Path, layouts: Sequence[str] = ("h8_p1
 
 
 def to_torch(array: Array | None) -> torch.Tensor | None:
-    """A tensor on the same memory: uint16 is bf16, uint8 e4m3, uint32 int32."""
-    if array is None:
-        return None
-    if array.dtype == "uint8":
-        return torch.from_numpy(array).view(torch.float8_e4m3fn)
-    if array.dtype == "uint16":
-        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
-    return torch.from_numpy(array.view("int32") if array.dtype == "uint32" else array)
+    """A tensor on the same memory."""
+    return None if array is None else tensor_of(array, "cpu")
 
 
 def tensors_of(arrays: Mapping[str, Array | None]) -> dict[str, Any]:

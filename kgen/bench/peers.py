@@ -128,18 +128,21 @@ def _time_peer(spec: Spec, peer: Peer, timer: Timer, target: Target, layout_name
 def _on_device(
     family: Family, layout: Layout, point: Point, arrays: Mapping[str, Array | None], timer: Timer
 ) -> PeerInputs:
-    tensors = {name: _tensor(array, timer.device) for name, array in arrays.items() if array is not None}
+    tensors = {name: tensor_of(array, timer.device) for name, array in arrays.items() if array is not None}
     streamed = {name: tensors[name] for name in family.streamed}
     size = sum(tensor.numel() * tensor.element_size() for tensor in streamed.values())
     copies = input_sets(size, timer.l2_bytes, timer.free_bytes // 4)
     sets = [streamed, *({name: tensor.clone() for name, tensor in streamed.items()} for _ in range(copies - 1))]
     outputs = family.output_arrays(layout, family.point_case(point), arrays)
     first = next(array for array in outputs.values() if array is not None)
-    return PeerInputs(family, layout, point, tensors, sets, _tensor(first, timer.device))
+    return PeerInputs(family, layout, point, tensors, sets, tensor_of(first, timer.device))
 
 
-def _tensor(array: Array, device: str) -> Any:
-    """The array on a device; 16-bit words are bf16, bytes are e4m3, and 32-bit words keep their bits."""
+def tensor_of(array: Array, device: str) -> Any:
+    """A torch tensor of an array, on a CPU over the same memory.
+
+    16-bit words are bf16, bytes are e4m3, and 32-bit words keep their bits.
+    """
     import torch
 
     if array.dtype == np.uint8:

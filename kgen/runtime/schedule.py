@@ -16,11 +16,12 @@ REMEDY = "make it in the first call of a forward"
 class ScheduledCall(NamedTuple):
     """What a schedule is made for: it is right for calls with an equal one.
 
-    ``lengths`` are the contents of the tensors that it is made from, in checked mode, and else empty.
+    ``sizes`` are the call's dimensions and extents; ``lengths`` the contents of the tensors that it is made from, in
+    checked mode, and else empty.
     """
 
     variant: str
-    sizes: Sizes
+    sizes: Mapping[str, int]
     lengths: Mapping[str, list[int]]
 
 
@@ -44,16 +45,17 @@ class SharedSchedule:
 
     def call(self, variant: str, sizes: Sizes, tensors: Mapping[str, Any]) -> ScheduledCall:
         """What a call needs; in checked mode this waits for the device."""
-        return ScheduledCall(variant, sizes, {name: tensors[name].tolist() for name in self._lengths})
+        lengths = {name: tensors[name].tolist() for name in self._lengths}
+        return ScheduledCall(variant, {**sizes.dimensions, **sizes.extents}, lengths)
 
     def require(self, call: ScheduledCall) -> None:
         """InputError where there is no schedule of this variant and these sizes, TensorError where lengths differ."""
         made = self.made
         if made is None:
             raise InputError("schedule", "cannot be kept, no call has made one", remedy=REMEDY)
-        then, now = ({**made.sizes.dimensions, **made.sizes.extents}, {**call.sizes.dimensions, **call.sizes.extents})
-        if then != now:
-            seen = "; ".join(f"{name} {now[name]}, then {then[name]}" for name in now if now[name] != then[name])
+        if made.sizes != call.sizes:
+            changed = [name for name, size in call.sizes.items() if size != made.sizes[name]]
+            seen = "; ".join(f"{name} {call.sizes[name]}, then {made.sizes[name]}" for name in changed)
             raise InputError("schedule", "cannot be kept, it was made for other sizes", seen=seen, remedy=REMEDY)
         if made.variant != call.variant:
             seen = f"{call.variant}, then {made.variant}"
