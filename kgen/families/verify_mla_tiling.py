@@ -86,6 +86,11 @@ class Tiling:
         """Values of S that one warp sends another: the other's rows x its own keys."""
         return self.own_rows * self.score_keys
 
+    @property
+    def senders(self) -> int:
+        """Warps that send S to one: itself is among them unless it can keep its own share in registers."""
+        return self.sharers - (self.own_rows == 8 and self.key_split == 1)
+
     def divides(self) -> bool:
         """Whether every division above is exact and every warp has whole mma tiles and quads."""
         return (
@@ -116,7 +121,7 @@ class Tiling:
         """Byte offsets of the shared arrays, and their total."""
         sizes = {
             "kv": self.stages * self.tile_n * self.row_bytes,
-            "score": self.warps * self.sharers * self.packet_floats * 4,
+            "score": self.warps * self.senders * self.packet_floats * 4,
             "probability": self.tile_m * (self.tile_n + PROBABILITY_PAD) * 2,
             "rescale": self.tile_m * 4,
             "full": self.stages * 8,

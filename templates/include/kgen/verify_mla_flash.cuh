@@ -41,6 +41,10 @@ struct Tiling {
   static constexpr int kOwnLanes = kOwnRows * 4;
   static constexpr int kLaneKeys = Config::kTileN / 4;
   static constexpr int kPacketFloats = kOwnRows * kScoreKeys;
+  // Whether a warp keeps its own share of S in registers. The rows of its mma tiles are in an order of its own then,
+  // by eights: those that it softens come first. Else it sends to itself too, in an inbox like the others'.
+  static constexpr bool kKeepsOwn = kOwnRows == 8 && Config::kKeySplit == 1;
+  static constexpr int kSenders = kSharers - (kKeepsOwn ? 1 : 0);
   // Shared memory: rows padded so that ldmatrix touches every bank once.
   static constexpr int kRowBytes = Config::kRowBytes;
   static constexpr int kProbabilityStride = Config::kProbabilityStride;
@@ -166,12 +170,13 @@ struct Query {
   static constexpr int kSteps = (T::kScoreK + 1) / 2 * 2;
   uint32_t fragments[T::kScoreM][kSteps][4];
 
-  KGEN_DEVICE void load(const Params& params, int64_t first_row, int row, int rows, int column) {
+  // `first_eight` of the rows from `row` on come first, others take its place.
+  KGEN_DEVICE void load(const Params& params, int64_t first_row, int row, int first_eight, int rows, int column) {
     KGEN_UNROLL
     for (int m = 0; m < T::kScoreM; m++) {
       KGEN_UNROLL
       for (int half = 0; half < 2; half++) {
-        const int r = row + m * 16 + half * 8 + thread_index() % 32 / 4;
+        const int r = row + ((m * 2 + half) ^ first_eight) * 8 + thread_index() % 32 / 4;
         const Global<const bf16> source = params.q + ((first_row + r) * T::kHeadDim + column);
         KGEN_UNROLL
         for (int k = 0; k < kSteps; k += 2) F::load_query(source, r < rows, half, fragments[m], k, k + 1 == T::kScoreK);
@@ -284,48 +289,52 @@ struct ValueTile {
 };
 
 // S of a part's rows, whole: every warp sends each sharer what it has of that one's rows, lane by lane as the mma left
-// them. The owner sums over the slices of the head dimension and has the keys of every part side by side. (A warp sends
-// to itself too: that costs less than telling apart.)
+// them. The owner sums over the slices of the head dimension and has the keys of every part side by side.
 template <typename Config>
 struct ScoreExchange {
   using T = Tiling<Config>;
-  static constexpr int kOwnerStride = T::kScoreParts * T::kSharers * T::kPacketFloats;
-  Shared<float> inboxes;  // [group][owner][part][sender: key part, slice][kScoreKeys / 16][kOwnLanes][4]
-  int sent;               // this lane's place in what it sends to the first owner
-  int received;           // and in what its warp gets from the first sender
+  static constexpr int kOwnerStride = T::kScoreParts * T::kSenders * T::kPacketFloats;
+  Shared<float> inboxes;  // [group][owner][part][sender][kScoreKeys / 16][kOwnLanes][4]
+  int sharer;
+  int sent;      // this lane's place in what it sends to the first owner
+  int received;  // and in what its warp gets from the first sender
 
-  KGEN_DEVICE ScoreExchange(Shared<float> inboxes, int group, int part, int sharer) : inboxes(inboxes) {
+  KGEN_DEVICE ScoreExchange(Shared<float> inboxes, int group, int part, int sharer) : inboxes(inboxes), sharer(sharer) {
     const int lane = thread_index() % 32;
-    const int at = group * T::kSharers * kOwnerStride + part * T::kSharers * T::kPacketFloats;
-    sent = at + sharer * T::kPacketFloats + lane / T::kOwnLanes * kOwnerStride + lane % T::kOwnLanes * 4;
+    const int at = (group * T::kSharers * T::kScoreParts + part) * T::kSenders * T::kPacketFloats;
+    sent = at + lane / T::kOwnLanes * kOwnerStride + lane % T::kOwnLanes * 4;
     received = at + sharer * kOwnerStride + lane % T::kOwnLanes * 4;
   }
 
   KGEN_DEVICE void send(const float (&s)[T::kScoreM][T::kScoreN][4]) const {
     KGEN_UNROLL
-    for (int m = 0; m < T::kScoreM; m++) {
+    for (int eight = T::kKeepsOwn ? 1 : 0; eight < T::kScoreM * 2; eight++) {
+      const int m = eight / 2, half = eight % 2;
+      const int owner = T::kKeepsOwn ? eight ^ sharer : eight * 8 / T::kOwnRows;
+      const int sender = T::kKeepsOwn ? eight - 1 : sharer;
       KGEN_UNROLL
-      for (int half = 0; half < 2; half++) {
-        const int owner = (m * 16 + half * 8) / T::kOwnRows;
-        KGEN_UNROLL
-        for (int n = 0; n < T::kScoreN; n += 2) {
-          inboxes.template store_as<float4v>(
-              sent + owner * kOwnerStride + n / 2 * T::kOwnLanes * 4,
-              float4v{s[m][n][half * 2], s[m][n][half * 2 + 1], s[m][n + 1][half * 2], s[m][n + 1][half * 2 + 1]});
-        }
+      for (int n = 0; n < T::kScoreN; n += 2) {
+        inboxes.template store_as<float4v>(
+            sent + owner * kOwnerStride + sender * T::kPacketFloats + n / 2 * T::kOwnLanes * 4,
+            float4v{s[m][n][half * 2], s[m][n][half * 2 + 1], s[m][n + 1][half * 2], s[m][n + 1][half * 2 + 1]});
       }
     }
   }
 
-  KGEN_DEVICE void receive(float (&s)[T::kLaneKeys]) const {
+  KGEN_DEVICE void receive(const float (&own)[T::kScoreN][4], float (&s)[T::kLaneKeys]) const {
     KGEN_UNROLL
     for (int i = 0; i < T::kLaneKeys; i += 4) {
       const int key_part = i * 4 / T::kScoreKeys, first = key_part * Config::kKSplit * T::kPacketFloats;
       const int from = received + first + (i - key_part * T::kScoreKeys / 4) * T::kOwnLanes;
-      float4v sum = inboxes.template load_as<float4v>(from);
+      float4v sum;
+      if constexpr (T::kKeepsOwn) {
+        sum = {own[i / 2][0], own[i / 2][1], own[i / 2 + 1][0], own[i / 2 + 1][1]};
+      } else {
+        sum = inboxes.template load_as<float4v>(from);
+      }
       KGEN_UNROLL
-      for (int slice = 1; slice < Config::kKSplit; slice++) {
-        const float4v more = inboxes.template load_as<float4v>(from + slice * T::kPacketFloats);
+      for (int sender = T::kKeepsOwn ? 0 : 1; sender < Config::kKSplit - (T::kKeepsOwn ? 1 : 0); sender++) {
+        const float4v more = inboxes.template load_as<float4v>(from + sender * T::kPacketFloats);
         sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
       }
       s[i] = sum.x;
@@ -451,7 +460,7 @@ KGEN_DEVICE void flash(const Params& params) {
   const Shared<float> rescales = shared_array<float>(Config::kRescaleOffset, Config::kTileM);
   const uint32_t full = shared_array<uint64_t>(Config::kFullOffset, Config::kStages).address();
   const ScoreExchange<Config> exchange(
-      shared_array<float>(Config::kScoreOffset, Config::kWarps * T::kSharers * T::kPacketFloats), group, part, sharer);
+      shared_array<float>(Config::kScoreOffset, Config::kWarps * T::kSenders * T::kPacketFloats), group, part, sharer);
   init_ring<Config>(full);
 
   // This block's rows and tiles; a block may have none.
@@ -470,7 +479,7 @@ KGEN_DEVICE void flash(const Params& params) {
   ring.first_places(places);
   Query<Config> query;
   const int score_row = group * T::kGroupRows + part * T::kScoreRows, score_column = slice * T::kScoreK * 16;
-  query.load(params, first_row, score_row, rows, score_column);
+  query.load(params, first_row, score_row, T::kKeepsOwn ? sharer : 0, rows, score_column);
   block_sync();
   ring.fill_first(places, 0, 1);
   query.deal();
@@ -499,17 +508,15 @@ KGEN_DEVICE void flash(const Params& params) {
   for (int tile = 0; tile < tiles; tile++) {
     ring.wait(stage, parity);
     const uint32_t keys = kv.address() + stage * Config::kTileN * T::kRowBytes;
-    float weights[T::kLaneKeys];
-    {
-      float s[T::kScoreM][T::kScoreN][4];
-      score_tile<Config>(query, keys + key_lane, s);
-      exchange.send(s);
-    }
+    float s[T::kScoreM][T::kScoreN][4];
+    score_tile<Config>(query, keys + key_lane, s);
+    exchange.send(s);
     named_barrier_sync(1 + group, T::kGroupWarps * 32);
     if (!Config::kEagerRefill) ring.refill(tile - 1, last_stage, next_place);
     next_place = ring.place(tile + Config::kStages);
 
-    exchange.receive(weights);
+    float weights[T::kLaneKeys];
+    exchange.receive(s[0], weights);
     KGEN_UNROLL
     for (int i = 0; i < T::kLaneKeys; i++) weights[i] *= params.scale_log2;
     const int first_key = (first_tile + tile) * Config::kTileN;
