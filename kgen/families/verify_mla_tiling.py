@@ -10,8 +10,9 @@ from kgen.targets import Target
 
 ROW_PAD_BYTES = 16  # shared rows of 1168 or 592 bytes: ldmatrix then touches every bank once
 PROBABILITY_PAD = 8  # elements after each row of P in shared memory, for the same reason
+COPY_REGISTERS = 24
 NAMED_BARRIERS = 15  # of a block, besides that of all its threads (PTX ISA, bar)
-REGISTER_SLACK = 20  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
+REGISTER_SLACK = 6  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
 
 
 def integer(candidate: Mapping[str, Value], name: str) -> int:
@@ -38,17 +39,27 @@ class Tiling:
         self.tile_n = integer(candidate, "tile_n")
         self.stages = integer(candidate, "stages")
         self.warps = integer(candidate, "warps")
+        self.copy_warps = {"all": 0, "one": 1, "four": 4}[str(candidate["copiers"])]
         self.row_groups = integer(candidate, "row_groups")
         self.k_split = integer(candidate, "k_split")
         self.key_split = integer(candidate, "key_split")
         self.blocks_per_sm = integer(candidate, "blocks_per_sm")
+        self.weights_in_inbox = candidate["weights"] == "inbox"
         self.latent = integer(layout, "latent")
         self.head_dim = self.latent + integer(layout, "rope")
         self.element_bytes = element_bytes(layout)
 
     @property
     def threads(self) -> int:
-        return self.warps * 32
+        return (self.warps + self.copy_warps) * 32
+
+    @property
+    def warp_registers(self) -> int:
+        """Registers that a thread takes when the copying warps give theirs away; 0 where they do not."""
+        if self.copy_warps != 4:
+            return 0
+        whole = 65536 // self.blocks_per_sm - self.copy_warps * 32 * COPY_REGISTERS
+        return min(whole // (self.warps * 32) // 8 * 8, 240)
 
     @property
     def group_warps(self) -> int:
@@ -99,12 +110,13 @@ class Tiling:
             and self.group_warps % self.sharers == 0
             and (self.head_dim // 16) % self.k_split == 0
             and self.group_rows % (16 * self.score_parts) == 0
+            and (not self.weights_in_inbox or (self.senders < self.sharers and self.score_parts == 1))
             and self.score_keys % 16 == 0
             and self.own_rows in (2, 4, 8)
             and self.latent % (32 * self.group_warps) == 0
             and self.tile_n % self.group_warps == 0
             and self.tile_n // self.group_warps <= 32
-            and self.row_groups + self.stages <= NAMED_BARRIERS
+            and self.row_groups + (1 if self.copy_warps else self.stages) <= NAMED_BARRIERS
         )
 
     @property
@@ -122,14 +134,16 @@ class Tiling:
         sizes = {
             "kv": self.stages * self.tile_n * self.row_bytes,
             "score": self.warps * self.senders * self.packet_floats * 4,
-            "probability": self.tile_m * (self.tile_n + PROBABILITY_PAD) * 2,
+            "probability": 0 if self.weights_in_inbox else self.tile_m * (self.tile_n + PROBABILITY_PAD) * 2,
             "rescale": self.tile_m * 4,
-            "full": self.stages * 8,
+            "full": (self.stages * 2 + self.row_groups) * 8,
         }
         offsets, at = {}, 0
         for name, size in sizes.items():
             offsets[name] = at
             at += -(-size // 16) * 16
+        if self.weights_in_inbox:
+            offsets["probability"] = offsets["score"]
         return offsets | {"total": at}
 
     @property
@@ -141,7 +155,7 @@ class Tiling:
         """Registers a thread holds across the main loop: O, Q, S and double-buffered fragments."""
         output = self.group_rows // 16 * (self.latent // self.group_warps // 8) * 4
         query = self.score_rows // 16 * (self.head_dim // 16 // self.k_split) * 4
-        score = max(4, self.score_rows // 16 * (self.score_keys // 8)) * 4
+        score = max(4, self.score_rows // 16 * 2) * 4
         return output + query + max(score + self.score_keys // 16 * 8, self.group_rows // 16 * 4 + 8)
 
     @property
@@ -182,4 +196,6 @@ def registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool:
         return True
     tiling = Tiling(candidate, layout)
     cap = min(target.registers_per_thread, target.registers_per_sm // (tiling.threads * tiling.blocks_per_sm))
+    cap = tiling.warp_registers or cap
+    if tiling.copy_warps and tiling.tile_n % tiling.copy_warps: return False
     return tiling.register_floor + REGISTER_SLACK <= cap

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <kgen/reductions.cuh>
+#include <kgen/register_shift.cuh>
 #include <kgen/verify_mla_elements.cuh>
 #include <kgen/verify_mla_problem.cuh>
 #include <kgen/verify_mla_schedule.cuh>
@@ -15,7 +16,7 @@ namespace kgen::verify_mla {
 
 template <typename Config>
 struct Tiling {
-  static constexpr int kThreads = Config::kWarps * 32;
+  static constexpr int kThreads = (Config::kWarps + Config::kCopyWarps) * 32;
   static constexpr int kHeadDim = Config::kLatent + Config::kRope;
   static constexpr int kElementBytes = sizeof(typename Config::Element), kDenseBytes = kHeadDim * kElementBytes;
   static constexpr int kGroupWarps = Config::kWarps / Config::kRowGroups;
@@ -27,11 +28,10 @@ struct Tiling {
   // mma tiles a warp holds: of S and Q (m, n, k), and of O (m, n). Two sums of S where one has too few to hide latency.
   static constexpr int kScoreM = kScoreRows / 16;
   static constexpr int kScoreKeys = Config::kTileN / Config::kKeySplit;
-  static constexpr int kScoreN = kScoreKeys / 8;
   static constexpr int kScoreK = kHeadDim / 16 / Config::kKSplit;
   static constexpr int kFetchSteps = Fragments<typename Config::Element>::kSteps;
   static constexpr int kFetches = (kScoreK + kFetchSteps - 1) / kFetchSteps;  // of 16 keys
-  static constexpr int kScoreSums = kScoreM * kScoreN < 4 ? 2 : 1;
+  static constexpr int kScoreSums = kScoreM == 1 ? 2 : 1;
   static constexpr int kOutM = kGroupRows / 16;
   static constexpr int kOutColumns = Config::kLatent / kGroupWarps;
   static constexpr int kOutN = kOutColumns / 8;
@@ -48,17 +48,31 @@ struct Tiling {
   // Shared memory: rows padded so that ldmatrix touches every bank once.
   static constexpr int kRowBytes = Config::kRowBytes;
   static constexpr int kProbabilityStride = Config::kProbabilityStride;
+  // P has an array of its own, or each of its rows takes the place of the scores that it was made of. Words of 4 bytes.
+  static constexpr int kInboxFloats = kSenders * kPacketFloats;
+  static constexpr int kProbabilityWords = Config::kWeightsInInbox ? Config::kWarps * kInboxFloats
+                                                                   : Config::kTileM * kProbabilityStride / 2;
+  static constexpr int kProbabilityRows = Config::kWeightsInInbox ? 2 * kInboxFloats : 8 * kProbabilityStride;  // 16 rows
+  KGEN_DEVICE static int probability_row(int group, int row) {
+    if constexpr (Config::kWeightsInInbox) {
+      return (group * kSharers + row / 8) * kInboxFloats + row % 8 * kProbabilityStride / 2;
+    }
+    return (group * kGroupRows + row) * kProbabilityStride / 2;
+  }
   static constexpr int kKeyBlocks = Config::kTileN / 16, kScoreBlocks = kScoreKeys / 16;
-  static constexpr int kFillRows = Config::kTileN / kGroupWarps;
+  static constexpr int kFillWarps = Config::kCopyWarps > 0 ? Config::kCopyWarps : kGroupWarps;
+  static constexpr int kFillRows = Config::kTileN / kFillWarps;
 
   static_assert(kPacketFloats == Config::kPacketFloats, "the family and the kernel disagree");
+  static_assert(!Config::kWeightsInInbox || (kKeepsOwn && kScoreParts == 1 && kOwnRows * kProbabilityStride / 2 <= kInboxFloats),
+                "an inbox holds the weights of its owner's rows");
   static_assert(kRowBytes == kDenseBytes + 16, "the family and the kernel disagree");
   static_assert(kScoreRows % 16 == 0 && kGroupRows % 16 == 0, "whole mma tiles");
   static_assert(kOwnRows == 2 || kOwnRows == 4 || kOwnRows == 8, "whole quads");
   static_assert(kHeadDim / 16 % Config::kKSplit == 0 && kOutColumns % 32 == 0, "whole mma tiles, 64 bytes a quad");
-  static_assert(kScoreKeys % 16 == 0 && kFillRows * kGroupWarps == Config::kTileN, "whole rows a warp");
+  static_assert(kScoreKeys % 16 == 0 && kFillRows * kFillWarps == Config::kTileN, "whole rows a warp");
   static_assert(Config::kStages >= 2, "a stage is refilled while the next is used");
-  static_assert(Config::kFullOffset + Config::kStages * 8 <= Config::kSharedBytes, "barriers lie inside");
+  static_assert(Config::kFullOffset + (Config::kStages * 2 + Config::kRowGroups) * 8 <= Config::kSharedBytes, "barriers lie inside");
 };
 
 // The barriers of a ring's stages; block_sync publishes them.
@@ -66,7 +80,11 @@ template <typename Config>
 KGEN_DEVICE void init_ring(uint32_t full) {
   if (thread_index() != 0) return;
   for (int stage = 0; stage < Config::kStages; stage++) {
-    mbarrier_init(full + stage * 8, Config::kBulkGather ? 1 : Tiling<Config>::kGroupWarps * 32);
+    mbarrier_init(full + stage * 8, Config::kBulkGather ? 1 : Tiling<Config>::kFillWarps * 32);
+    if (Config::kCopyWarps > 0) mbarrier_init(full + (Config::kStages + stage) * 8, Config::kWarps);
+  }
+  for (int group = 0; group < Config::kRowGroups; group++) {
+    if (Config::kWeightsInInbox) mbarrier_init(full + (2 * Config::kStages + group) * 8, Tiling<Config>::kGroupWarps);
   }
   mbarrier_init_fence();
 }
@@ -76,6 +94,7 @@ template <typename Config>
 struct KvRing {
   using T = Tiling<Config>;
   static constexpr int kLeft = 1 + Config::kRowGroups;  // the first stage's named barrier
+  static constexpr int kQueryLoaded = kLeft;            // of a block with warps that only copy
   static constexpr int kFirst = (Config::kStages + Config::kRowGroups - 1) / Config::kRowGroups;
   const Params& params;
   const Request& request;
@@ -146,18 +165,35 @@ struct KvRing {
   KGEN_DEVICE bool mine(int tile) const { return (tile & (Config::kRowGroups - 1)) == group; }
 
   // The other groups tell the one that refills that they have left. Of its own warps a later barrier tells it, which an
-  // eager refill does not have.
+  // eager refill does not have. Warps that only copy are told by all.
   KGEN_DEVICE void leave(int tile, int stage) const {
-    if constexpr (Config::kRowGroups > 1) {
+    if constexpr (Config::kCopyWarps > 0) {
+      warp_sync();
+      if (lane == 0) mbarrier_arrive(full + (Config::kStages + stage) * 8);
+    } else if constexpr (Config::kRowGroups > 1) {
       if (refilled(tile) && !mine(tile)) named_barrier_arrive(kLeft + stage, T::kThreads);
     }
   }
 
   // Fills the stage that held `tile` with the tile kStages on, once every warp has left it.
   KGEN_DEVICE void refill(int tile, int stage, int place) const {
-    if (!refilled(tile) || !mine(tile)) return;
+    if (Config::kCopyWarps > 0 || !refilled(tile) || !mine(tile)) return;
     if constexpr (Config::kRowGroups > 1 || Config::kEagerRefill) named_barrier_sync(kLeft + stage, T::kThreads);
     fill(stage, place);
+  }
+
+  // What the warps do that only copy: all tiles, each once every other warp has left its stage.
+  KGEN_DEVICE void copy_tiles() const {
+    int stage = 0, parity = 1, next_place = place(0);
+    for (int tile = 0; tile < tiles; tile++) {
+      const int here = next_place;
+      next_place = place(tile + 1);
+      if (tile >= Config::kStages) mbarrier_wait(full + (Config::kStages + stage) * 8, parity);
+      fill(stage, here);
+      if (tile == 0) named_barrier_sync(kQueryLoaded, T::kThreads);
+      stage = stage + 1 < Config::kStages ? stage + 1 : 0;
+      parity = stage == 0 ? parity ^ 1 : parity;
+    }
   }
 };
 
@@ -196,54 +232,6 @@ struct Query {
   }
 };
 
-// This warp's partial S of one tile. K fragments are fetched kAhead uses ahead.
-template <typename Config>
-KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys,
-                            float (&s)[Tiling<Config>::kScoreM][Tiling<Config>::kScoreN][4]) {
-  using T = Tiling<Config>;
-  using F = Fragments<typename Config::Element>;
-  constexpr int kUses = T::kFetches * T::kScoreBlocks, kBuffers = T::kAhead + 1;
-  uint32_t k[kBuffers][4];
-  float sums[T::kScoreSums][T::kScoreM][T::kScoreN][4];
-  KGEN_UNROLL
-  for (int i = 0; i < T::kScoreSums * T::kScoreM * T::kScoreN * 4; i++) {
-    sums[i / 4 / T::kScoreN / T::kScoreM][i / 4 / T::kScoreN % T::kScoreM][i / 4 % T::kScoreN][i % 4] = 0;
-  }
-  KGEN_UNROLL
-  for (int use = -T::kAhead; use < kUses; use++) {
-    const int fetch = use + T::kAhead;
-    if (fetch < kUses) {
-      const int block = fetch % T::kScoreBlocks, at = fetch / T::kScoreBlocks;
-      // A fetch of which a step would lie behind the slice has the first one twice: there may be nothing in the row.
-      const uint32_t back = (at + 1) * T::kFetchSteps > T::kScoreK ? thread_index() / 8 % 2 * 16 : 0;
-      ldmatrix_x4(k[fetch % kBuffers], keys + block * 16 * T::kRowBytes + at * 32 - back);
-    }
-    if (use < 0) continue;
-    const int block = use % T::kScoreBlocks, first_step = use / T::kScoreBlocks * T::kFetchSteps;
-    KGEN_UNROLL
-    for (int step = first_step; step < first_step + T::kFetchSteps && step < T::kScoreK; step++) {
-      const uint32_t(&fetched)[4] = k[use % kBuffers];
-      const uint2v b[2] = {F::keys(fetched, step - first_step, 0), F::keys(fetched, step - first_step, 1)};
-      KGEN_UNROLL
-      for (int m = 0; m < T::kScoreM; m++) {
-        float(&sum)[T::kScoreN][4] = sums[step % T::kScoreSums][m];
-        F::mma(sum[2 * block], query.fragments[m][step], b[0]);
-        F::mma(sum[2 * block + 1], query.fragments[m][step], b[1]);
-      }
-    }
-  }
-  KGEN_UNROLL
-  for (int m = 0; m < T::kScoreM; m++) {
-    KGEN_UNROLL
-    for (int n = 0; n < T::kScoreN; n++) {
-      KGEN_UNROLL
-      for (int i = 0; i < 4; i++) {
-        s[m][n][i] = T::kScoreSums == 1 ? sums[0][m][n][i] : sums[0][m][n][i] + sums[T::kScoreSums - 1][m][n][i];
-      }
-    }
-  }
-}
-
 // O += P V for this warp's columns. V fragments are fetched kAhead uses ahead, the first before P is there.
 // `values` is this lane's ldmatrix address in the tile, `probabilities` in P.
 template <typename Config>
@@ -272,7 +260,7 @@ struct ValueTile {
       const int block = use / kBlockUses, n = use % kBlockUses;
       KGEN_UNROLL
       for (int m = 0; m < T::kOutM && n == 0; m++) {
-        ldmatrix_x4(p[m], probabilities + m * 16 * T::kProbabilityStride * 2 + block * 32);
+        ldmatrix_x4(p[m], probabilities + m * T::kProbabilityRows * 4 + block * 32);
       }
       fetch(use + T::kAhead);
       KGEN_UNROLL
@@ -298,37 +286,43 @@ struct ScoreExchange {
   int sharer;
   int sent;      // this lane's place in what it sends to the first owner
   int received;  // and in what its warp gets from the first sender
+  uint32_t readers;  // the barrier of those who read weights out of the inboxes
+  int parity = 1;
 
-  KGEN_DEVICE ScoreExchange(Shared<float> inboxes, int group, int part, int sharer) : inboxes(inboxes), sharer(sharer) {
+  KGEN_DEVICE ScoreExchange(Shared<float> inboxes, int group, int part, int sharer, uint32_t readers)
+      : inboxes(inboxes), sharer(sharer), readers(readers) {
     const int lane = thread_index() % 32;
     const int at = (group * T::kSharers * T::kScoreParts + part) * T::kSenders * T::kPacketFloats;
     sent = at + lane / T::kOwnLanes * kOwnerStride + lane % T::kOwnLanes * 4;
     received = at + sharer * kOwnerStride + lane % T::kOwnLanes * 4;
   }
 
-  KGEN_DEVICE void send(const float (&s)[T::kScoreM][T::kScoreN][4]) const {
+  // Where the weights lie in the inboxes, they have to be read before the next scores come. The first time there are none.
+  KGEN_DEVICE void wait_for_readers() const {
+    if constexpr (Config::kWeightsInInbox) mbarrier_wait(readers, parity);
+  }
+
+  // Of 16 keys.
+  KGEN_DEVICE void send(int block, const float (&s)[T::kScoreM][2][4]) const {
     KGEN_UNROLL
     for (int eight = T::kKeepsOwn ? 1 : 0; eight < T::kScoreM * 2; eight++) {
       const int m = eight / 2, half = eight % 2;
       const int owner = T::kKeepsOwn ? eight ^ sharer : eight * 8 / T::kOwnRows;
       const int sender = T::kKeepsOwn ? eight - 1 : sharer;
-      KGEN_UNROLL
-      for (int n = 0; n < T::kScoreN; n += 2) {
-        inboxes.template store_as<float4v>(
-            sent + owner * kOwnerStride + sender * T::kPacketFloats + n / 2 * T::kOwnLanes * 4,
-            float4v{s[m][n][half * 2], s[m][n][half * 2 + 1], s[m][n + 1][half * 2], s[m][n + 1][half * 2 + 1]});
-      }
+      inboxes.template store_as<float4v>(
+          sent + owner * kOwnerStride + sender * T::kPacketFloats + block * T::kOwnLanes * 4,
+          float4v{s[m][0][half * 2], s[m][0][half * 2 + 1], s[m][1][half * 2], s[m][1][half * 2 + 1]});
     }
   }
 
-  KGEN_DEVICE void receive(const float (&own)[T::kScoreN][4], float (&s)[T::kLaneKeys]) const {
+  KGEN_DEVICE void receive(const float (&own)[T::kLaneKeys], float (&s)[T::kLaneKeys]) const {
     KGEN_UNROLL
     for (int i = 0; i < T::kLaneKeys; i += 4) {
       const int key_part = i * 4 / T::kScoreKeys, first = key_part * Config::kKSplit * T::kPacketFloats;
       const int from = received + first + (i - key_part * T::kScoreKeys / 4) * T::kOwnLanes;
       float4v sum;
       if constexpr (T::kKeepsOwn) {
-        sum = {own[i / 2][0], own[i / 2][1], own[i / 2 + 1][0], own[i / 2 + 1][1]};
+        sum = {own[i], own[i + 1], own[i + 2], own[i + 3]};
       } else {
         sum = inboxes.template load_as<float4v>(from);
       }
@@ -347,6 +341,54 @@ struct ScoreExchange {
   // The key of a lane's i-th value, within the tile.
   KGEN_DEVICE static int key(int i) { return i / 2 * 8 + thread_index() % 4 * 2 + i % 2; }
 };
+
+// This warp's partial S of one tile, 16 keys at a time, each sent as soon as it is whole. K fragments are fetched kAhead
+// uses ahead. `own` is this lane's share of what the warp keeps.
+template <typename Config>
+KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys, const ScoreExchange<Config>& exchange,
+                            float (&own)[Tiling<Config>::kLaneKeys]) {
+  using T = Tiling<Config>;
+  using F = Fragments<typename Config::Element>;
+  constexpr int kUses = T::kFetches * T::kScoreBlocks, kBuffers = T::kAhead + 1;
+  uint32_t k[kBuffers][4];
+  float sums[T::kScoreSums][T::kScoreM][2][4];
+  KGEN_UNROLL
+  for (int use = -T::kAhead; use < kUses; use++) {
+    const int fetch = use + T::kAhead;
+    if (fetch < kUses) {
+      const int block = fetch / T::kFetches, at = fetch % T::kFetches;
+      // A fetch of which a step would lie behind the slice has the first one twice: there may be nothing in the row.
+      const uint32_t back = (at + 1) * T::kFetchSteps > T::kScoreK ? thread_index() / 8 % 2 * 16 : 0;
+      ldmatrix_x4(k[fetch % kBuffers], keys + block * 16 * T::kRowBytes + at * 32 - back);
+    }
+    if (use < 0) continue;
+    const int block = use / T::kFetches, at = use % T::kFetches, first_step = at * T::kFetchSteps;
+    KGEN_UNROLL
+    for (int i = 0; i < T::kScoreSums * T::kScoreM * 8 && at == 0; i++) {
+      sums[i / 8 / T::kScoreM][i / 8 % T::kScoreM][i / 4 % 2][i % 4] = 0;
+    }
+    KGEN_UNROLL
+    for (int step = first_step; step < first_step + T::kFetchSteps && step < T::kScoreK; step++) {
+      const uint32_t(&fetched)[4] = k[use % kBuffers];
+      const uint2v b[2] = {F::keys(fetched, step - first_step, 0), F::keys(fetched, step - first_step, 1)};
+      KGEN_UNROLL
+      for (int m = 0; m < T::kScoreM; m++) {
+        float(&sum)[2][4] = sums[step % T::kScoreSums][m];
+        F::mma(sum[0], query.fragments[m][step], b[0]);
+        F::mma(sum[1], query.fragments[m][step], b[1]);
+      }
+    }
+    if (at + 1 < T::kFetches) continue;
+    KGEN_UNROLL
+    for (int i = 0; i < T::kScoreM * 8 && T::kScoreSums == 2; i++) {
+      sums[0][i / 8][i / 4 % 2][i % 4] += sums[T::kScoreSums - 1][i / 8][i / 4 % 2][i % 4];
+    }
+    if (block == 0) exchange.wait_for_readers();
+    exchange.send(block, sums[0]);
+    KGEN_UNROLL
+    for (int i = 0; i < 4 && T::kKeepsOwn; i++) own[block * 4 + i] = sums[0][0][i / 2][i % 2];
+  }
+}
 
 // The running softmax of a quad's row: the base that weights are relative to (base 2, scaled), and this lane's share of
 // the sum. The base follows the largest score, 2^kLift below it, only when that is 2^kSlack more: weights stay far from
@@ -445,6 +487,8 @@ KGEN_DEVICE void tell_combine(const Params& params, const Item& item, int index,
   params.merges.template store_as<uint4v>((first_row + row) * 4, uint4v{first, stride, splits, 0});
 }
 
+constexpr int kCopyRegisters = 24;
+
 template <typename Config>
 KGEN_DEVICE void flash(const Params& params) {
   using T = Tiling<Config>;
@@ -456,11 +500,12 @@ KGEN_DEVICE void flash(const Params& params) {
 
   const Shared<uint8_t> kv = shared_array<uint8_t>(Config::kKvOffset, Config::kStages * Config::kTileN * T::kRowBytes);
   const Shared<uint32_t> probabilities =
-      shared_array<uint32_t>(Config::kProbabilityOffset, Config::kTileM * T::kProbabilityStride / 2);
+      shared_array<uint32_t>(Config::kProbabilityOffset, T::kProbabilityWords);
   const Shared<float> rescales = shared_array<float>(Config::kRescaleOffset, Config::kTileM);
-  const uint32_t full = shared_array<uint64_t>(Config::kFullOffset, Config::kStages).address();
-  const ScoreExchange<Config> exchange(
-      shared_array<float>(Config::kScoreOffset, Config::kWarps * T::kSenders * T::kPacketFloats), group, part, sharer);
+  const uint32_t full = shared_array<uint64_t>(Config::kFullOffset, Config::kStages * 2 + Config::kRowGroups).address();
+  ScoreExchange<Config> exchange(
+      shared_array<float>(Config::kScoreOffset, Config::kWarps * T::kSenders * T::kPacketFloats), group, part, sharer,
+      full + (2 * Config::kStages + group) * 8);
   init_ring<Config>(full);
 
   // This block's rows and tiles; a block may have none.
@@ -473,17 +518,28 @@ KGEN_DEVICE void flash(const Params& params) {
 
   // What the first step waits for is asked for first: where the rows are, Q, a tile; then the other tiles, which would
   // hold Q up.
-  const KvRing<Config> ring{params, request, first_tile, tiles, group, group_warp, static_cast<uint32_t>(lane),
+  const KvRing<Config> ring{params, request, first_tile, tiles, group,
+                            Config::kCopyWarps > 0 ? warp - Config::kWarps : group_warp, static_cast<uint32_t>(lane),
                             kv.address(), full};
+  if constexpr (Config::kCopyWarps > 0) {
+    if (warp >= Config::kWarps) {
+      if constexpr (Config::kWarpRegisters > 0) give_registers<kCopyRegisters>();
+      block_sync();
+      ring.copy_tiles();
+      return;
+    }
+    if constexpr (Config::kWarpRegisters > 0) take_registers<Config::kWarpRegisters>();
+  }
   int places[KvRing<Config>::kFirst];
-  ring.first_places(places);
+  if (Config::kCopyWarps == 0) ring.first_places(places);
   Query<Config> query;
   const int score_row = group * T::kGroupRows + part * T::kScoreRows, score_column = slice * T::kScoreK * 16;
   query.load(params, first_row, score_row, T::kKeepsOwn ? sharer : 0, rows, score_column);
   block_sync();
-  ring.fill_first(places, 0, 1);
+  if (Config::kCopyWarps == 0) ring.fill_first(places, 0, 1);
   query.deal();
-  ring.fill_first(places, 1, KvRing<Config>::kFirst);
+  if (Config::kCopyWarps == 0) ring.fill_first(places, 1, KvRing<Config>::kFirst);
+  if (Config::kCopyWarps > 0) named_barrier_arrive(KvRing<Config>::kQueryLoaded, T::kThreads);
   if (first_tile == 0) tell_combine<Config>(params, item, block_index_x(), first_row, rows);
 
   float o[T::kOutM][T::kOutN][4];
@@ -500,23 +556,22 @@ KGEN_DEVICE void flash(const Params& params) {
   const uint32_t value_lane =
       lane % 16 * T::kRowBytes + group_warp * T::kOutColumns * T::kElementBytes + lane / 16 * 16;
   const uint32_t probability_lane =
-      probabilities.address() + ((group * T::kGroupRows + lane % 16) * T::kProbabilityStride + lane / 16 * 8) * 2;
+      probabilities.address(T::probability_row(group, lane % 16)) + lane / 16 * 16;
   const int own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
+  const int own_weights = T::probability_row(group, own_row - group * T::kGroupRows);
   const bool owns = lane < T::kOwnLanes;  // with less than 8 rows a warp, the other lanes repeat these
 
   int stage = 0, parity = 0, last_stage = 0, next_place = 0;
   for (int tile = 0; tile < tiles; tile++) {
     ring.wait(stage, parity);
     const uint32_t keys = kv.address() + stage * Config::kTileN * T::kRowBytes;
-    float s[T::kScoreM][T::kScoreN][4];
-    score_tile<Config>(query, keys + key_lane, s);
-    exchange.send(s);
+    float own[T::kLaneKeys], weights[T::kLaneKeys];
+    score_tile<Config>(query, keys + key_lane, exchange, own);
     named_barrier_sync(1 + group, T::kGroupWarps * 32);
     if (!Config::kEagerRefill) ring.refill(tile - 1, last_stage, next_place);
-    next_place = ring.place(tile + Config::kStages);
+    if (Config::kCopyWarps == 0) next_place = ring.place(tile + Config::kStages);
 
-    float weights[T::kLaneKeys];
-    exchange.receive(s[0], weights);
+    exchange.receive(own, weights);
     KGEN_UNROLL
     for (int i = 0; i < T::kLaneKeys; i++) weights[i] *= params.scale_log2;
     const int first_key = (first_tile + tile) * Config::kTileN;
@@ -528,8 +583,7 @@ KGEN_DEVICE void flash(const Params& params) {
     if (owns) {
       KGEN_UNROLL
       for (int i = 0; i < T::kLaneKeys; i += 2) {
-        probabilities.store((own_row * T::kProbabilityStride + ScoreExchange<Config>::key(i)) / 2,
-                            F::pack(weights[i], weights[i + 1]));
+        probabilities.store(own_weights + ScoreExchange<Config>::key(i) / 2, F::pack(weights[i], weights[i + 1]));
       }
       if (lane % 4 == 0) rescales.store(own_row, rescale);
     }
@@ -539,6 +593,11 @@ KGEN_DEVICE void flash(const Params& params) {
     if (rescaled) rescale_output<Config>(rescales, group * T::kGroupRows, o);
     value_tile.accumulate(probability_lane, o);
     ring.leave(tile, stage);
+    if (Config::kWeightsInInbox) {
+      warp_sync();
+      if (lane == 0) mbarrier_arrive(exchange.readers);
+      exchange.parity ^= 1;
+    }
     if (Config::kEagerRefill) ring.refill(tile, stage, next_place);
     last_stage = stage;
     stage = stage + 1 < Config::kStages ? stage + 1 : 0;
