@@ -22,6 +22,13 @@ namespace kgen {
 
 // Indices.
 KGEN_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+// This thread's place in its warp, read anew by each call: an instruction, but no register from one call to the next.
+KGEN_DEVICE int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  __builtin_assume(lane >= 0 && lane < 32);
+  return lane;
+}
 KGEN_DEVICE int block_index_x() { return static_cast<int>(blockIdx.x); }
 KGEN_DEVICE int block_index_y() { return static_cast<int>(blockIdx.y); }
 KGEN_DEVICE int block_index_z() { return static_cast<int>(blockIdx.z); }
@@ -236,6 +243,14 @@ KGEN_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.relea
 KGEN_DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// One arrival for a warp, after what all its lanes did before.
+KGEN_DEVICE void warp_mbarrier_arrive(uint32_t barrier) {
+  __syncwarp();
+  asm volatile(
+      "{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\n"
+      "@elected mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier)
+      : "memory");
+}
 // One arrival that also adds `bytes` to what the phase waits for.
 KGEN_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -247,6 +262,17 @@ KGEN_DEVICE void mbarrier_wait(uint32_t barrier, int parity) {
       "bra WAIT;\nDONE:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+// Registers that warps hand each other, by all warps of an aligned group of four: what one keeps of those that the launch
+// gave each thread, and what one takes once there are so many. Where the target can: sm_90a, sm_120a and their like.
+template <int kRegisters>
+KGEN_DEVICE void keep_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+KGEN_DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // Asynchronous copies from global to shared memory; source and destination are 16-byte aligned.

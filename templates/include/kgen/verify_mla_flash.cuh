@@ -7,7 +7,6 @@
 #pragma once
 
 #include <kgen/reductions.cuh>
-#include <kgen/register_shift.cuh>
 #include <kgen/verify_mla_elements.cuh>
 #include <kgen/verify_mla_problem.cuh>
 #include <kgen/verify_mla_schedule.cuh>
@@ -52,12 +51,10 @@ struct Tiling {
   static constexpr int kInboxFloats = kSenders * kPacketFloats;
   static constexpr int kProbabilityWords = Config::kWeightsInInbox ? Config::kWarps * kInboxFloats
                                                                    : Config::kTileM * kProbabilityStride / 2;
-  static constexpr int kProbabilityRows = Config::kWeightsInInbox ? 2 * kInboxFloats : 8 * kProbabilityStride;  // 16 rows
-  KGEN_DEVICE static int probability_row(int group, int row) {
-    if constexpr (Config::kWeightsInInbox) {
-      return (group * kSharers + row / 8) * kInboxFloats + row % 8 * kProbabilityStride / 2;
-    }
-    return (group * kGroupRows + row) * kProbabilityStride / 2;
+  static constexpr int kEightWords = Config::kWeightsInInbox ? kInboxFloats : kProbabilityStride * 4;  // of eight rows
+  // Where row `row` of a group's `eight`th eight starts.
+  KGEN_DEVICE static int probability_row(int group, int eight, int row) {
+    return (group * (kGroupRows / 8) + eight) * kEightWords + row * (kProbabilityStride / 2);
   }
   static constexpr int kKeyBlocks = Config::kTileN / 16, kScoreBlocks = kScoreKeys / 16;
   static constexpr int kFillWarps = Config::kCopyWarps > 0 ? Config::kCopyWarps : kGroupWarps;
@@ -168,8 +165,7 @@ struct KvRing {
   // eager refill does not have. Warps that only copy are told by all.
   KGEN_DEVICE void leave(int tile, int stage) const {
     if constexpr (Config::kCopyWarps > 0) {
-      warp_sync();
-      if (lane == 0) mbarrier_arrive(full + (Config::kStages + stage) * 8);
+      warp_mbarrier_arrive(full + (Config::kStages + stage) * 8);
     } else if constexpr (Config::kRowGroups > 1) {
       if (refilled(tile) && !mine(tile)) named_barrier_arrive(kLeft + stage, T::kThreads);
     }
@@ -260,7 +256,7 @@ struct ValueTile {
       const int block = use / kBlockUses, n = use % kBlockUses;
       KGEN_UNROLL
       for (int m = 0; m < T::kOutM && n == 0; m++) {
-        ldmatrix_x4(p[m], probabilities + m * T::kProbabilityRows * 4 + block * 32);
+        ldmatrix_x4(p[m], probabilities + m * T::kEightWords * 8 + block * 32);
       }
       fetch(use + T::kAhead);
       KGEN_UNROLL
@@ -284,17 +280,13 @@ struct ScoreExchange {
   static constexpr int kOwnerStride = T::kScoreParts * T::kSenders * T::kPacketFloats;
   Shared<float> inboxes;  // [group][owner][part][sender][kScoreKeys / 16][kOwnLanes][4]
   int sharer;
-  int sent;      // this lane's place in what it sends to the first owner
-  int received;  // and in what its warp gets from the first sender
+  int first;  // of the inboxes of this group and part
   uint32_t readers;  // the barrier of those who read weights out of the inboxes
   int parity = 1;
 
   KGEN_DEVICE ScoreExchange(Shared<float> inboxes, int group, int part, int sharer, uint32_t readers)
       : inboxes(inboxes), sharer(sharer), readers(readers) {
-    const int lane = thread_index() % 32;
-    const int at = (group * T::kSharers * T::kScoreParts + part) * T::kSenders * T::kPacketFloats;
-    sent = at + lane / T::kOwnLanes * kOwnerStride + lane % T::kOwnLanes * 4;
-    received = at + sharer * kOwnerStride + lane % T::kOwnLanes * 4;
+    first = (group * T::kSharers * T::kScoreParts + part) * T::kSenders * T::kPacketFloats;
   }
 
   // Where the weights lie in the inboxes, they have to be read before the next scores come. The first time there are none.
@@ -303,7 +295,8 @@ struct ScoreExchange {
   }
 
   // Of 16 keys.
-  KGEN_DEVICE void send(int block, const float (&s)[T::kScoreM][2][4]) const {
+  KGEN_DEVICE void send(int lane, int block, const float (&s)[T::kScoreM][2][4]) const {
+    const int sent = first + lane / T::kOwnLanes * kOwnerStride + lane % T::kOwnLanes * 4;
     KGEN_UNROLL
     for (int eight = T::kKeepsOwn ? 1 : 0; eight < T::kScoreM * 2; eight++) {
       const int m = eight / 2, half = eight % 2;
@@ -315,11 +308,12 @@ struct ScoreExchange {
     }
   }
 
-  KGEN_DEVICE void receive(const float (&own)[T::kLaneKeys], float (&s)[T::kLaneKeys]) const {
+  KGEN_DEVICE void receive(int lane, const float (&own)[T::kLaneKeys], float (&s)[T::kLaneKeys]) const {
+    const int received = first + sharer * kOwnerStride + lane % T::kOwnLanes * 4;
     KGEN_UNROLL
     for (int i = 0; i < T::kLaneKeys; i += 4) {
-      const int key_part = i * 4 / T::kScoreKeys, first = key_part * Config::kKSplit * T::kPacketFloats;
-      const int from = received + first + (i - key_part * T::kScoreKeys / 4) * T::kOwnLanes;
+      const int key_part = i * 4 / T::kScoreKeys;
+      const int from = received + key_part * Config::kKSplit * T::kPacketFloats + (i - key_part * T::kScoreKeys / 4) * T::kOwnLanes;
       float4v sum;
       if constexpr (T::kKeepsOwn) {
         sum = {own[i], own[i + 1], own[i + 2], own[i + 3]};
@@ -339,7 +333,7 @@ struct ScoreExchange {
   }
 
   // The key of a lane's i-th value, within the tile.
-  KGEN_DEVICE static int key(int i) { return i / 2 * 8 + thread_index() % 4 * 2 + i % 2; }
+  KGEN_DEVICE static int key(int lane, int i) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
 };
 
 // This warp's partial S of one tile, 16 keys at a time, each sent as soon as it is whole. K fragments are fetched kAhead
@@ -358,7 +352,7 @@ KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys, const Sco
     if (fetch < kUses) {
       const int block = fetch / T::kFetches, at = fetch % T::kFetches;
       // A fetch of which a step would lie behind the slice has the first one twice: there may be nothing in the row.
-      const uint32_t back = (at + 1) * T::kFetchSteps > T::kScoreK ? thread_index() / 8 % 2 * 16 : 0;
+      const uint32_t back = (at + 1) * T::kFetchSteps > T::kScoreK ? lane_index() / 8 % 2 * 16 : 0;
       ldmatrix_x4(k[fetch % kBuffers], keys + block * 16 * T::kRowBytes + at * 32 - back);
     }
     if (use < 0) continue;
@@ -383,8 +377,7 @@ KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys, const Sco
     for (int i = 0; i < T::kScoreM * 8 && T::kScoreSums == 2; i++) {
       sums[0][i / 8][i / 4 % 2][i % 4] += sums[T::kScoreSums - 1][i / 8][i / 4 % 2][i % 4];
     }
-    if (block == 0) exchange.wait_for_readers();
-    exchange.send(block, sums[0]);
+    exchange.send(lane_index(), block, sums[0]);
     KGEN_UNROLL
     for (int i = 0; i < 4 && T::kKeepsOwn; i++) own[block * 4 + i] = sums[0][0][i / 2][i % 2];
   }
@@ -427,24 +420,25 @@ struct Softmax {
 
 // Scores of draft rows that a row's node does not see, and of keys past the end, become -inf.
 template <typename Config>
-KGEN_DEVICE void mask_scores(const Params& params, const Request& request, int node, int first_key,
+KGEN_DEVICE void mask_scores(const Params& params, const Request& request, int lane, int node, int first_key,
                              float (&s)[Tiling<Config>::kLaneKeys]) {
   KGEN_UNROLL
   for (int i = 0; i < Tiling<Config>::kLaneKeys; i++) {
-    const int draft = first_key + ScoreExchange<Config>::key(i) - request.prefix;
+    const int draft = first_key + ScoreExchange<Config>::key(lane, i) - request.prefix;
     if (draft >= 0 && !sees_draft(params, request, node, draft)) s[i] = -infinity();
   }
 }
 
 // O times the factor of each row.
 template <typename Config>
-KGEN_DEVICE void rescale_output(Shared<float> factors, int group_row,
+KGEN_DEVICE void rescale_output(Shared<uint32_t> probabilities, int group,
                                 float (&o)[Tiling<Config>::kOutM][Tiling<Config>::kOutN][4]) {
   using T = Tiling<Config>;
+  const int lane = lane_index(), behind = T::probability_row(group, 0, lane / 4) + Config::kTileN / 2 + lane % 4;
   KGEN_UNROLL
   for (int m = 0; m < T::kOutM; m++) {
-    const int row = group_row + m * 16 + thread_index() % 32 / 4;
-    const float upper = factors.load(row), lower = factors.load(row + 8);
+    const float upper = probabilities.template load_as<float>(behind + 2 * m * T::kEightWords);
+    const float lower = probabilities.template load_as<float>(behind + (2 * m + 1) * T::kEightWords);
     KGEN_UNROLL
     for (int n = 0; n < T::kOutN; n++) {
       o[m][n][0] *= upper;
@@ -523,7 +517,7 @@ KGEN_DEVICE void flash(const Params& params) {
                             kv.address(), full};
   if constexpr (Config::kCopyWarps > 0) {
     if (warp >= Config::kWarps) {
-      if constexpr (Config::kWarpRegisters > 0) give_registers<kCopyRegisters>();
+      if constexpr (Config::kWarpRegisters > 0) keep_registers<kCopyRegisters>();
       block_sync();
       ring.copy_tiles();
       return;
@@ -550,52 +544,62 @@ KGEN_DEVICE void flash(const Params& params) {
   }
   Softmax<Config> softmax{-infinity(), 0};
 
-  // Fixed parts of this lane's shared addresses, and the row that it softens.
-  const int key_row = key_part * T::kScoreKeys + lane % 8 + lane / 16 * 8;
-  const uint32_t key_lane = key_row * T::kRowBytes + score_column * T::kElementBytes + lane / 8 % 2 * 16;
-  const uint32_t value_lane =
-      lane % 16 * T::kRowBytes + group_warp * T::kOutColumns * T::kElementBytes + lane / 16 * 16;
-  const uint32_t probability_lane =
-      probabilities.address(T::probability_row(group, lane % 16)) + lane / 16 * 16;
+  // Parts of a lane's shared addresses, worked out anew in each step: registers are dearer there.
+  const auto key_lane = [&](int lane) -> uint32_t {
+    const int key_row = key_part * T::kScoreKeys + lane % 8 + lane / 16 * 8;
+    return key_row * T::kRowBytes + score_column * T::kElementBytes + lane / 8 % 2 * 16;
+  };
+  const auto value_lane = [&](int lane) -> uint32_t {
+    return lane % 16 * T::kRowBytes + group_warp * T::kOutColumns * T::kElementBytes + lane / 16 * 16;
+  };
+  const auto probability_lane = [&](int lane) -> uint32_t {
+    return probabilities.address(T::probability_row(group, lane % 16 / 8, lane % 8)) + lane / 16 * 16;
+  };
   const int own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
-  const int own_weights = T::probability_row(group, own_row - group * T::kGroupRows);
   const bool owns = lane < T::kOwnLanes;  // with less than 8 rows a warp, the other lanes repeat these
 
   int stage = 0, parity = 0, last_stage = 0, next_place = 0;
   for (int tile = 0; tile < tiles; tile++) {
+    const uint32_t key_at = key_lane(lane_index());
+    exchange.wait_for_readers();
     ring.wait(stage, parity);
     const uint32_t keys = kv.address() + stage * Config::kTileN * T::kRowBytes;
     float own[T::kLaneKeys], weights[T::kLaneKeys];
-    score_tile<Config>(query, keys + key_lane, exchange, own);
+    score_tile<Config>(query, keys + key_at, exchange, own);
     named_barrier_sync(1 + group, T::kGroupWarps * 32);
     if (!Config::kEagerRefill) ring.refill(tile - 1, last_stage, next_place);
     if (Config::kCopyWarps == 0) next_place = ring.place(tile + Config::kStages);
 
-    exchange.receive(own, weights);
+    exchange.receive(lane_index(), own, weights);
     KGEN_UNROLL
     for (int i = 0; i < T::kLaneKeys; i++) weights[i] *= params.scale_log2;
     const int first_key = (first_tile + tile) * Config::kTileN;
     if (first_key + Config::kTileN > request.prefix) {
+      const int lane = lane_index(), own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
       const int row = own_row < rows ? own_row : rows - 1;
-      mask_scores<Config>(params, request, divide(tile_row + row, params.heads), first_key, weights);
+      mask_scores<Config>(params, request, lane, divide(tile_row + row, params.heads), first_key, weights);
     }
     const float rescale = softmax.fold(weights);
+    if (Config::kWeightsInInbox) warp_sync();  // all lanes have read what these take the place of
+    const int lane_now = lane_index();
     if (owns) {
+      const int own = part * T::kScoreRows + sharer * T::kOwnRows + lane_now / 4 % T::kOwnRows;
+      const int at = T::probability_row(group, own / 8, own % 8) + lane_now % 4;
       KGEN_UNROLL
       for (int i = 0; i < T::kLaneKeys; i += 2) {
-        probabilities.store(own_weights + ScoreExchange<Config>::key(i) / 2, F::pack(weights[i], weights[i + 1]));
+        probabilities.store(at + i * 2, F::pack(weights[i], weights[i + 1]));  // where key(i) is
       }
-      if (lane % 4 == 0) rescales.store(own_row, rescale);
+      probabilities.template store_as<float>(at + Config::kTileN / 2, rescale);
     }
-    ValueTile<Config> value_tile(keys + value_lane);
+    const uint32_t probabilities_at = probability_lane(lane_now);
+    ValueTile<Config> value_tile(keys + value_lane(lane_now));
     const bool rescaled = named_barrier_any(1 + group, T::kGroupWarps * 32, rescale != 1);
 
-    if (rescaled) rescale_output<Config>(rescales, group * T::kGroupRows, o);
-    value_tile.accumulate(probability_lane, o);
+    if (rescaled) rescale_output<Config>(probabilities, group, o);
+    value_tile.accumulate(probabilities_at, o);
     ring.leave(tile, stage);
     if (Config::kWeightsInInbox) {
-      warp_sync();
-      if (lane == 0) mbarrier_arrive(exchange.readers);
+      warp_mbarrier_arrive(exchange.readers);
       exchange.parity ^= 1;
     }
     if (Config::kEagerRefill) ring.refill(tile, stage, next_place);

@@ -100,6 +100,7 @@ using emulator::Location;
 
 // Indices.
 KGEN_DEVICE int thread_index() { return emulator::machine->thread; }
+KGEN_DEVICE int lane_index() { return emulator::machine->thread % emulator::kWarp; }
 KGEN_DEVICE int block_index_x() { return emulator::machine->block[0]; }
 KGEN_DEVICE int block_index_y() { return emulator::machine->block[1]; }
 KGEN_DEVICE int block_index_z() { return emulator::machine->block[2]; }
@@ -336,6 +337,10 @@ KGEN_DEVICE void mbarrier_arrive(uint32_t barrier, Location where = Location::cu
   emulator::Machine& m = *emulator::machine;
   m.arrive(m.find_mbarrier(barrier, "mbarrier_arrive", where), 0, "mbarrier_arrive", where);
 }
+KGEN_DEVICE void warp_mbarrier_arrive(uint32_t barrier, Location where = Location::current()) {
+  warp_sync(where);
+  if (lane_index() == 0) mbarrier_arrive(barrier, where);
+}
 KGEN_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes, Location where = Location::current()) {
   emulator::Machine& m = *emulator::machine;
   m.arrive(m.find_mbarrier(barrier, "mbarrier_arrive_expect", where), bytes, "mbarrier_arrive_expect", where);
@@ -345,6 +350,12 @@ KGEN_DEVICE void mbarrier_wait(uint32_t barrier, int parity, Location where = Lo
   m.count_access(where);
   m.wait_mbarrier(m.find_mbarrier(barrier, "mbarrier_wait", where), parity, where);
 }
+
+// Registers are not counted here.
+template <int kRegisters>
+KGEN_DEVICE void keep_registers() {}
+template <int kRegisters>
+KGEN_DEVICE void take_registers() {}
 
 // Asynchronous copies.
 template <typename T>
