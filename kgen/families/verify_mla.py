@@ -118,7 +118,6 @@ class VerifyMla(Family):
         "algorithm": ("flash", "oracle"),
         "gather": ("bulk", "cp_async"),
         "refill": ("late", "eager"),
-        "weights": ("apart", "inbox"),
         "copiers": ("all", "one", "four"),
     }
     constraints: ClassVar[tuple[Constraint, ...]] = (
@@ -158,7 +157,6 @@ class VerifyMla(Family):
             "packet_floats": tiling.packet_floats,
             "copy_warps": tiling.copy_warps,
             "warp_registers": tiling.warp_registers,
-            "weights_in_inbox": "true" if tiling.weights_in_inbox else "false",
             "row_bytes": tiling.row_bytes,
             "probability_stride": tiling.tile_n + PROBABILITY_PAD,
             "combine_threads": _combine_threads(layout),

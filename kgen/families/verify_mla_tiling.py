@@ -44,7 +44,6 @@ class Tiling:
         self.k_split = integer(candidate, "k_split")
         self.key_split = integer(candidate, "key_split")
         self.blocks_per_sm = integer(candidate, "blocks_per_sm")
-        self.weights_in_inbox = candidate["weights"] == "inbox"
         self.latent = integer(layout, "latent")
         self.head_dim = self.latent + integer(layout, "rope")
         self.element_bytes = element_bytes(layout)
@@ -56,10 +55,10 @@ class Tiling:
     @property
     def warp_registers(self) -> int:
         """Registers that a thread takes when the copying warps give theirs away; 0 where they do not."""
-        if self.copy_warps != 4:
+        at_launch = 65536 // (self.threads * self.blocks_per_sm) // 8 * 8
+        if self.copy_warps != 4 or at_launch >= 240:
             return 0
-        whole = 65536 // self.blocks_per_sm - self.copy_warps * 32 * COPY_REGISTERS
-        return min(whole // (self.warps * 32) // 8 * 8, 240)
+        return min((at_launch * self.threads - self.copy_warps * 32 * COPY_REGISTERS) // (self.warps * 32) // 8 * 8, 240)
 
     @property
     def group_warps(self) -> int:
@@ -110,13 +109,12 @@ class Tiling:
             and self.group_warps % self.sharers == 0
             and (self.head_dim // 16) % self.k_split == 0
             and self.group_rows % (16 * self.score_parts) == 0
-            and (not self.weights_in_inbox or (self.senders < self.sharers and self.score_parts == 1))
             and self.score_keys % 16 == 0
             and self.own_rows in (2, 4, 8)
             and self.latent % (32 * self.group_warps) == 0
             and self.tile_n % self.group_warps == 0
             and self.tile_n // self.group_warps <= 32
-            and self.row_groups + (1 if self.copy_warps else self.stages) <= NAMED_BARRIERS
+            and self.row_groups + self.stages + (self.copy_warps > 0) <= NAMED_BARRIERS
         )
 
     @property
@@ -134,16 +132,14 @@ class Tiling:
         sizes = {
             "kv": self.stages * self.tile_n * self.row_bytes,
             "score": self.warps * self.senders * self.packet_floats * 4,
-            "probability": 0 if self.weights_in_inbox else self.tile_m * (self.tile_n + PROBABILITY_PAD) * 2,
+            "probability": self.tile_m * (self.tile_n + PROBABILITY_PAD) * 2,
             "rescale": self.tile_m * 4,
-            "full": (self.stages * 2 + self.row_groups) * 8,
+            "full": self.stages * 8,
         }
         offsets, at = {}, 0
         for name, size in sizes.items():
             offsets[name] = at
             at += -(-size // 16) * 16
-        if self.weights_in_inbox:
-            offsets["probability"] = offsets["score"]
         return offsets | {"total": at}
 
     @property

@@ -243,14 +243,6 @@ KGEN_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.relea
 KGEN_DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// One arrival for a warp, after what all its lanes did before.
-KGEN_DEVICE void warp_mbarrier_arrive(uint32_t barrier) {
-  __syncwarp();
-  asm volatile(
-      "{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\n"
-      "@elected mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier)
-      : "memory");
-}
 // One arrival that also adds `bytes` to what the phase waits for.
 KGEN_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -47,11 +47,7 @@ struct Tiling {
   // Shared memory: rows padded so that ldmatrix touches every bank once.
   static constexpr int kRowBytes = Config::kRowBytes;
   static constexpr int kProbabilityStride = Config::kProbabilityStride;
-  // P has an array of its own, or each of its rows takes the place of the scores that it was made of. Words of 4 bytes.
-  static constexpr int kInboxFloats = kSenders * kPacketFloats;
-  static constexpr int kProbabilityWords = Config::kWeightsInInbox ? Config::kWarps * kInboxFloats
-                                                                   : Config::kTileM * kProbabilityStride / 2;
-  static constexpr int kEightWords = Config::kWeightsInInbox ? kInboxFloats : kProbabilityStride * 4;  // of eight rows
+  static constexpr int kEightWords = kProbabilityStride * 4;  // of eight rows of P
   // Where row `row` of a group's `eight`th eight starts.
   KGEN_DEVICE static int probability_row(int group, int eight, int row) {
     return (group * (kGroupRows / 8) + eight) * kEightWords + row * (kProbabilityStride / 2);
@@ -61,15 +57,13 @@ struct Tiling {
   static constexpr int kFillRows = Config::kTileN / kFillWarps;
 
   static_assert(kPacketFloats == Config::kPacketFloats, "the family and the kernel disagree");
-  static_assert(!Config::kWeightsInInbox || (kKeepsOwn && kScoreParts == 1 && kOwnRows * kProbabilityStride / 2 <= kInboxFloats),
-                "an inbox holds the weights of its owner's rows");
   static_assert(kRowBytes == kDenseBytes + 16, "the family and the kernel disagree");
   static_assert(kScoreRows % 16 == 0 && kGroupRows % 16 == 0, "whole mma tiles");
   static_assert(kOwnRows == 2 || kOwnRows == 4 || kOwnRows == 8, "whole quads");
   static_assert(kHeadDim / 16 % Config::kKSplit == 0 && kOutColumns % 32 == 0, "whole mma tiles, 64 bytes a quad");
   static_assert(kScoreKeys % 16 == 0 && kFillRows * kFillWarps == Config::kTileN, "whole rows a warp");
   static_assert(Config::kStages >= 2, "a stage is refilled while the next is used");
-  static_assert(Config::kFullOffset + (Config::kStages * 2 + Config::kRowGroups) * 8 <= Config::kSharedBytes, "barriers lie inside");
+  static_assert(Config::kFullOffset + Config::kStages * 8 <= Config::kSharedBytes, "barriers lie inside");
 };
 
 // The barriers of a ring's stages; block_sync publishes them.
@@ -78,10 +72,6 @@ KGEN_DEVICE void init_ring(uint32_t full) {
   if (thread_index() != 0) return;
   for (int stage = 0; stage < Config::kStages; stage++) {
     mbarrier_init(full + stage * 8, Config::kBulkGather ? 1 : Tiling<Config>::kFillWarps * 32);
-    if (Config::kCopyWarps > 0) mbarrier_init(full + (Config::kStages + stage) * 8, Config::kWarps);
-  }
-  for (int group = 0; group < Config::kRowGroups; group++) {
-    if (Config::kWeightsInInbox) mbarrier_init(full + (2 * Config::kStages + group) * 8, Tiling<Config>::kGroupWarps);
   }
   mbarrier_init_fence();
 }
@@ -91,7 +81,7 @@ template <typename Config>
 struct KvRing {
   using T = Tiling<Config>;
   static constexpr int kLeft = 1 + Config::kRowGroups;  // the first stage's named barrier
-  static constexpr int kQueryLoaded = kLeft;            // of a block with warps that only copy
+  static constexpr int kQueryLoaded = kLeft + Config::kStages;
   static constexpr int kFirst = (Config::kStages + Config::kRowGroups - 1) / Config::kRowGroups;
   const Params& params;
   const Request& request;
@@ -164,10 +154,8 @@ struct KvRing {
   // The other groups tell the one that refills that they have left. Of its own warps a later barrier tells it, which an
   // eager refill does not have. Warps that only copy are told by all.
   KGEN_DEVICE void leave(int tile, int stage) const {
-    if constexpr (Config::kCopyWarps > 0) {
-      warp_mbarrier_arrive(full + (Config::kStages + stage) * 8);
-    } else if constexpr (Config::kRowGroups > 1) {
-      if (refilled(tile) && !mine(tile)) named_barrier_arrive(kLeft + stage, T::kThreads);
+    if constexpr (Config::kCopyWarps > 0 || Config::kRowGroups > 1) {
+      if (refilled(tile) && (Config::kCopyWarps > 0 || !mine(tile))) named_barrier_arrive(kLeft + stage, T::kThreads);
     }
   }
 
@@ -180,15 +168,14 @@ struct KvRing {
 
   // What the warps do that only copy: all tiles, each once every other warp has left its stage.
   KGEN_DEVICE void copy_tiles() const {
-    int stage = 0, parity = 1, next_place = place(0);
+    int stage = 0, next_place = place(0);
     for (int tile = 0; tile < tiles; tile++) {
       const int here = next_place;
       next_place = place(tile + 1);
-      if (tile >= Config::kStages) mbarrier_wait(full + (Config::kStages + stage) * 8, parity);
+      if (tile >= Config::kStages) named_barrier_sync(kLeft + stage, T::kThreads);
       fill(stage, here);
       if (tile == 0) named_barrier_sync(kQueryLoaded, T::kThreads);
       stage = stage + 1 < Config::kStages ? stage + 1 : 0;
-      parity = stage == 0 ? parity ^ 1 : parity;
     }
   }
 };
@@ -281,17 +268,9 @@ struct ScoreExchange {
   Shared<float> inboxes;  // [group][owner][part][sender][kScoreKeys / 16][kOwnLanes][4]
   int sharer;
   int first;  // of the inboxes of this group and part
-  uint32_t readers;  // the barrier of those who read weights out of the inboxes
-  int parity = 1;
 
-  KGEN_DEVICE ScoreExchange(Shared<float> inboxes, int group, int part, int sharer, uint32_t readers)
-      : inboxes(inboxes), sharer(sharer), readers(readers) {
+  KGEN_DEVICE ScoreExchange(Shared<float> inboxes, int group, int part, int sharer) : inboxes(inboxes), sharer(sharer) {
     first = (group * T::kSharers * T::kScoreParts + part) * T::kSenders * T::kPacketFloats;
-  }
-
-  // Where the weights lie in the inboxes, they have to be read before the next scores come. The first time there are none.
-  KGEN_DEVICE void wait_for_readers() const {
-    if constexpr (Config::kWeightsInInbox) mbarrier_wait(readers, parity);
   }
 
   // Of 16 keys.
@@ -494,12 +473,11 @@ KGEN_DEVICE void flash(const Params& params) {
 
   const Shared<uint8_t> kv = shared_array<uint8_t>(Config::kKvOffset, Config::kStages * Config::kTileN * T::kRowBytes);
   const Shared<uint32_t> probabilities =
-      shared_array<uint32_t>(Config::kProbabilityOffset, T::kProbabilityWords);
+      shared_array<uint32_t>(Config::kProbabilityOffset, Config::kTileM * T::kProbabilityStride / 2);
   const Shared<float> rescales = shared_array<float>(Config::kRescaleOffset, Config::kTileM);
-  const uint32_t full = shared_array<uint64_t>(Config::kFullOffset, Config::kStages * 2 + Config::kRowGroups).address();
+  const uint32_t full = shared_array<uint64_t>(Config::kFullOffset, Config::kStages).address();
   ScoreExchange<Config> exchange(
-      shared_array<float>(Config::kScoreOffset, Config::kWarps * T::kSenders * T::kPacketFloats), group, part, sharer,
-      full + (2 * Config::kStages + group) * 8);
+      shared_array<float>(Config::kScoreOffset, Config::kWarps * T::kSenders * T::kPacketFloats), group, part, sharer);
   init_ring<Config>(full);
 
   // This block's rows and tiles; a block may have none.
@@ -561,7 +539,6 @@ KGEN_DEVICE void flash(const Params& params) {
   int stage = 0, parity = 0, last_stage = 0, next_place = 0;
   for (int tile = 0; tile < tiles; tile++) {
     const uint32_t key_at = key_lane(lane_index());
-    exchange.wait_for_readers();
     ring.wait(stage, parity);
     const uint32_t keys = kv.address() + stage * Config::kTileN * T::kRowBytes;
     float own[T::kLaneKeys], weights[T::kLaneKeys];
@@ -580,7 +557,6 @@ KGEN_DEVICE void flash(const Params& params) {
       mask_scores<Config>(params, request, lane, divide(tile_row + row, params.heads), first_key, weights);
     }
     const float rescale = softmax.fold(weights);
-    if (Config::kWeightsInInbox) warp_sync();  // all lanes have read what these take the place of
     const int lane_now = lane_index();
     if (owns) {
       const int own = part * T::kScoreRows + sharer * T::kOwnRows + lane_now / 4 % T::kOwnRows;
@@ -598,10 +574,6 @@ KGEN_DEVICE void flash(const Params& params) {
     if (rescaled) rescale_output<Config>(probabilities, group, o);
     value_tile.accumulate(probabilities_at, o);
     ring.leave(tile, stage);
-    if (Config::kWeightsInInbox) {
-      warp_mbarrier_arrive(exchange.readers);
-      exchange.parity ^= 1;
-    }
     if (Config::kEagerRefill) ring.refill(tile, stage, next_place);
     last_stage = stage;
     stage = stage + 1 < Config::kStages ? stage + 1 : 0;

@@ -337,10 +337,6 @@ KGEN_DEVICE void mbarrier_arrive(uint32_t barrier, Location where = Location::cu
   emulator::Machine& m = *emulator::machine;
   m.arrive(m.find_mbarrier(barrier, "mbarrier_arrive", where), 0, "mbarrier_arrive", where);
 }
-KGEN_DEVICE void warp_mbarrier_arrive(uint32_t barrier, Location where = Location::current()) {
-  warp_sync(where);
-  if (lane_index() == 0) mbarrier_arrive(barrier, where);
-}
 KGEN_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes, Location where = Location::current()) {
   emulator::Machine& m = *emulator::machine;
   m.arrive(m.find_mbarrier(barrier, "mbarrier_arrive_expect", where), bytes, "mbarrier_arrive_expect", where);
