@@ -182,8 +182,19 @@ def _recipe(arch: str, toolchain: Toolchain) -> _Recipe:
         identity = (*EMULATOR_FLAGS, *EMULATOR_LIBRARIES, toolchain.host_fingerprint, _emulator_headers_digest())
         return _Recipe(arch, command, "kernel.so", identity)
     toolchain.require(arch)
-    command = (str(toolchain.nvcc), "-ccbin", host, f"-arch={arch}", *NVCC_FLAGS, "-o", "{out}", STDIN)
-    return _Recipe(arch, command, "kernel.cubin", (*NVCC_FLAGS, toolchain.fingerprint))
+    command = (str(toolchain.nvcc), "-ccbin", host, f"-arch={_with_features(arch)}", *NVCC_FLAGS, "-o", "{out}", STDIN)
+    return _Recipe(arch, command, "kernel.cubin", (_with_features(arch), *NVCC_FLAGS, toolchain.fingerprint))
+
+
+def _with_features(arch: str) -> str:
+    """``arch`` with what its family alone has, warps that hand registers on for one: ``sm_90a``, ``sm_120f``.
+
+    Such cubins run on the same devices: there is no other 9.x, and ``f`` keeps to the later ones of a family (PTX ISA 8.8).
+    """
+    generation = int(re.sub(r"\D", "", arch)) // 10
+    if not arch[-1].isdigit() or generation < 9:
+        return arch
+    return f"{arch}{'a' if generation == 9 else 'f'}"
 
 
 def _emulator_headers_digest() -> str:
@@ -213,13 +224,15 @@ def _job(entry: _Entry, recipe: _Recipe, run: str, number: int, timeout_s: float
 
 
 def _result(entry: _Entry, arch: str, record: Mapping[str, Any], *, cached: bool) -> BuildResult:
-    ok = record["status"] == "ok"
+    # Warps that wait for registers which nobody hands on would wait for ever.
+    status = "compile_error" if "'setmaxnreg' ignored" in record["log"] else record["status"]
+    ok = status == "ok"
     return BuildResult(
         source=entry.source,
         arch=arch,
-        status=record["status"],
+        status=status,
         path=entry.folder / record["artefact"] if ok else None,
-        sha256=record["sha256"],
+        sha256=record["sha256"] if ok else "",
         resources=parse_resources(record["log"]) if ok else {},
         log=record["log"],
         key=entry.key,

@@ -29,11 +29,13 @@ from kgen.families.verify_mla_binding import (
 )
 from kgen.families.verify_mla_problem import attend, draw_inputs, present, rows_within
 from kgen.families.verify_mla_tiling import (
+    COPY_WARPS,
     PROBABILITY_PAD,
     Tiling,
     element_bytes,
     integer,
     is_flash,
+    refills_one_way,
     registers_fit,
     shared_fits,
     tiles_divide,
@@ -118,12 +120,13 @@ class VerifyMla(Family):
         "algorithm": ("flash", "oracle"),
         "gather": ("bulk", "cp_async"),
         "refill": ("late", "eager"),
-        "copiers": ("all", "one", "four"),
+        "copiers": tuple(COPY_WARPS),
     }
     constraints: ClassVar[tuple[Constraint, ...]] = (
         Constraint("tiles divide evenly among warps", tiles_divide),
         Constraint("shared memory fits", shared_fits),
         Constraint("registers fit", registers_fit),
+        Constraint("copying warps refill one way", refills_one_way),
     )
 
     def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
@@ -143,7 +146,7 @@ class VerifyMla(Family):
         if not is_flash(candidate):
             return "oracle"
         return (
-            "flash_m{tile_m}_n{tile_n}_s{stages}_w{warps}_g{row_groups}_k{k_split}x{key_split}_{gather}_{refill}_b{blocks_per_sm}"
+            "flash_m{tile_m}_n{tile_n}_s{stages}_w{warps}_g{row_groups}_k{k_split}x{key_split}_{gather}_{refill}_{copiers}_b{blocks_per_sm}"
         ).format_map(candidate)
 
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:

@@ -10,9 +10,13 @@ from kgen.targets import Target
 
 ROW_PAD_BYTES = 16  # shared rows of 1168 or 592 bytes: ldmatrix then touches every bank once
 PROBABILITY_PAD = 8  # elements after each row of P in shared memory, for the same reason
-COPY_REGISTERS = 24
+COPY_WARPS = {"all": 0, "warp": 1, "group": 4}  # warps of a block that only copy, by who copies
+COPY_REGISTERS = (
+    24  # of a thread that only copies, once it has handed on the others: the least there are (PTX ISA, setmaxnreg)
+)
+MOST_REGISTERS = 240  # of a thread that has taken some
 NAMED_BARRIERS = 15  # of a block, besides that of all its threads (PTX ISA, bar)
-REGISTER_SLACK = 6  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
+REGISTER_SLACK = 16  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
 
 
 def integer(candidate: Mapping[str, Value], name: str) -> int:
@@ -39,7 +43,7 @@ class Tiling:
         self.tile_n = integer(candidate, "tile_n")
         self.stages = integer(candidate, "stages")
         self.warps = integer(candidate, "warps")
-        self.copy_warps = {"all": 0, "one": 1, "four": 4}[str(candidate["copiers"])]
+        self.copy_warps = COPY_WARPS[str(candidate["copiers"])]
         self.row_groups = integer(candidate, "row_groups")
         self.k_split = integer(candidate, "k_split")
         self.key_split = integer(candidate, "key_split")
@@ -54,11 +58,16 @@ class Tiling:
 
     @property
     def warp_registers(self) -> int:
-        """Registers that a thread takes when the copying warps give theirs away; 0 where they do not."""
+        """Registers that a thread takes when copying warps hand theirs on; 0 where they do not.
+
+        ptxas gives every thread the most that lets `blocks_per_sm` blocks reside; an SM has 65536 (cc 9.0 and 12.0), and
+        they come by eights.
+        """
         at_launch = 65536 // (self.threads * self.blocks_per_sm) // 8 * 8
-        if self.copy_warps != 4 or at_launch >= 240:
+        if self.copy_warps != 4 or at_launch >= MOST_REGISTERS:  # only a whole group of four can (PTX ISA, setmaxnreg)
             return 0
-        return min((at_launch * self.threads - self.copy_warps * 32 * COPY_REGISTERS) // (self.warps * 32) // 8 * 8, 240)
+        left = at_launch * self.threads - self.copy_warps * 32 * COPY_REGISTERS
+        return min(left // (self.warps * 32) // 8 * 8, MOST_REGISTERS)
 
     @property
     def group_warps(self) -> int:
@@ -92,6 +101,11 @@ class Tiling:
         return self.score_rows // self.sharers
 
     @property
+    def fill_warps(self) -> int:
+        """Warps that fill a stage together."""
+        return self.copy_warps or self.group_warps
+
+    @property
     def packet_floats(self) -> int:
         """Values of S that one warp sends another: the other's rows x its own keys."""
         return self.own_rows * self.score_keys
@@ -112,9 +126,9 @@ class Tiling:
             and self.score_keys % 16 == 0
             and self.own_rows in (2, 4, 8)
             and self.latent % (32 * self.group_warps) == 0
-            and self.tile_n % self.group_warps == 0
-            and self.tile_n // self.group_warps <= 32
-            and self.row_groups + self.stages + (self.copy_warps > 0) <= NAMED_BARRIERS
+            and self.tile_n % self.fill_warps == 0
+            and self.tile_n // self.fill_warps <= 32
+            and self.row_groups + (1 if self.copy_warps else self.stages) <= NAMED_BARRIERS
         )
 
     @property
@@ -134,7 +148,7 @@ class Tiling:
             "score": self.warps * self.senders * self.packet_floats * 4,
             "probability": self.tile_m * (self.tile_n + PROBABILITY_PAD) * 2,
             "rescale": self.tile_m * 4,
-            "full": self.stages * 8,
+            "full": self.stages * (16 if self.copy_warps else 8),
         }
         offsets, at = {}, 0
         for name, size in sizes.items():
@@ -151,8 +165,8 @@ class Tiling:
         """Registers a thread holds across the main loop: O, Q, S and double-buffered fragments."""
         output = self.group_rows // 16 * (self.latent // self.group_warps // 8) * 4
         query = self.score_rows // 16 * (self.head_dim // 16 // self.k_split) * 4
-        score = max(4, self.score_rows // 16 * 2) * 4
-        return output + query + max(score + self.score_keys // 16 * 8, self.group_rows // 16 * 4 + 8)
+        score = max(4, self.score_rows // 16 * 2) * 4  # of 16 keys
+        return output + query + max(score + 8, self.group_rows // 16 * 4 + 8)
 
     @property
     def warp_elements(self) -> float:
@@ -192,6 +206,9 @@ def registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool:
         return True
     tiling = Tiling(candidate, layout)
     cap = min(target.registers_per_thread, target.registers_per_sm // (tiling.threads * tiling.blocks_per_sm))
-    cap = tiling.warp_registers or cap
-    if tiling.copy_warps and tiling.tile_n % tiling.copy_warps: return False
-    return tiling.register_floor + REGISTER_SLACK <= cap
+    return tiling.register_floor + REGISTER_SLACK <= (tiling.warp_registers or cap)
+
+
+def refills_one_way(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    """Constraint: warps that only copy refill a stage as soon as it is left; there is no other choice."""
+    return not is_flash(candidate) or candidate["copiers"] == "all" or candidate["refill"] == "late"

@@ -63,8 +63,15 @@ struct Tiling {
   static_assert(kHeadDim / 16 % Config::kKSplit == 0 && kOutColumns % 32 == 0, "whole mma tiles, 64 bytes a quad");
   static_assert(kScoreKeys % 16 == 0 && kFillRows * kFillWarps == Config::kTileN, "whole rows a warp");
   static_assert(Config::kStages >= 2, "a stage is refilled while the next is used");
-  static_assert(Config::kFullOffset + Config::kStages * 8 <= Config::kSharedBytes, "barriers lie inside");
+  static_assert(Config::kFullOffset + Config::kStages * (Config::kCopyWarps > 0 ? 16 : 8) <= Config::kSharedBytes, "barriers lie inside");
 };
+
+// This lane, in the main loop. Where registers are scarce it is read anew each time, and so are the addresses made of it.
+template <typename Config>
+KGEN_DEVICE int step_lane() {
+  if constexpr (Config::kWarpRegisters > 0) return lane_index();
+  return thread_index() % 32;
+}
 
 // The barriers of a ring's stages; block_sync publishes them.
 template <typename Config>
@@ -72,6 +79,7 @@ KGEN_DEVICE void init_ring(uint32_t full) {
   if (thread_index() != 0) return;
   for (int stage = 0; stage < Config::kStages; stage++) {
     mbarrier_init(full + stage * 8, Config::kBulkGather ? 1 : Tiling<Config>::kFillWarps * 32);
+    if (Config::kCopyWarps > 0) mbarrier_init(full + (Config::kStages + stage) * 8, Config::kWarps * 32);
   }
   mbarrier_init_fence();
 }
@@ -81,7 +89,7 @@ template <typename Config>
 struct KvRing {
   using T = Tiling<Config>;
   static constexpr int kLeft = 1 + Config::kRowGroups;  // the first stage's named barrier
-  static constexpr int kQueryLoaded = kLeft + Config::kStages;
+  static constexpr int kQueryLoaded = kLeft;  // of a block with warps that only copy
   static constexpr int kFirst = (Config::kStages + Config::kRowGroups - 1) / Config::kRowGroups;
   const Params& params;
   const Request& request;
@@ -154,8 +162,10 @@ struct KvRing {
   // The other groups tell the one that refills that they have left. Of its own warps a later barrier tells it, which an
   // eager refill does not have. Warps that only copy are told by all.
   KGEN_DEVICE void leave(int tile, int stage) const {
-    if constexpr (Config::kCopyWarps > 0 || Config::kRowGroups > 1) {
-      if (refilled(tile) && (Config::kCopyWarps > 0 || !mine(tile))) named_barrier_arrive(kLeft + stage, T::kThreads);
+    if constexpr (Config::kCopyWarps > 0) {
+      mbarrier_arrive(full + (Config::kStages + stage) * 8);  // every thread: racecheck does not see one arrive for all
+    } else if constexpr (Config::kRowGroups > 1) {
+      if (refilled(tile) && !mine(tile)) named_barrier_arrive(kLeft + stage, T::kThreads);
     }
   }
 
@@ -168,14 +178,15 @@ struct KvRing {
 
   // What the warps do that only copy: all tiles, each once every other warp has left its stage.
   KGEN_DEVICE void copy_tiles() const {
-    int stage = 0, next_place = place(0);
+    int stage = 0, parity = 1, next_place = place(0);
     for (int tile = 0; tile < tiles; tile++) {
       const int here = next_place;
       next_place = place(tile + 1);
-      if (tile >= Config::kStages) named_barrier_sync(kLeft + stage, T::kThreads);
+      if (tile >= Config::kStages) mbarrier_wait(full + (Config::kStages + stage) * 8, parity);
       fill(stage, here);
       if (tile == 0) named_barrier_sync(kQueryLoaded, T::kThreads);
       stage = stage + 1 < Config::kStages ? stage + 1 : 0;
+      parity = stage == 0 ? parity ^ 1 : parity;
     }
   }
 };
@@ -316,14 +327,14 @@ struct ScoreExchange {
 };
 
 // This warp's partial S of one tile, 16 keys at a time, each sent as soon as it is whole. K fragments are fetched kAhead
-// uses ahead. `own` is this lane's share of what the warp keeps.
-template <typename Config>
-KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys, const ScoreExchange<Config>& exchange,
+// uses ahead, from `key_address(lane)` on. `own` is this lane's share of what the warp keeps.
+template <typename Config, typename KeyAddress>
+KGEN_DEVICE void score_tile(const Query<Config>& query, const KeyAddress& key_address, const ScoreExchange<Config>& exchange,
                             float (&own)[Tiling<Config>::kLaneKeys]) {
   using T = Tiling<Config>;
   using F = Fragments<typename Config::Element>;
   constexpr int kUses = T::kFetches * T::kScoreBlocks, kBuffers = T::kAhead + 1;
-  uint32_t k[kBuffers][4];
+  uint32_t k[kBuffers][4], keys = 0;
   float sums[T::kScoreSums][T::kScoreM][2][4];
   KGEN_UNROLL
   for (int use = -T::kAhead; use < kUses; use++) {
@@ -331,8 +342,9 @@ KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys, const Sco
     if (fetch < kUses) {
       const int block = fetch / T::kFetches, at = fetch % T::kFetches;
       // A fetch of which a step would lie behind the slice has the first one twice: there may be nothing in the row.
-      const uint32_t back = (at + 1) * T::kFetchSteps > T::kScoreK ? lane_index() / 8 % 2 * 16 : 0;
-      ldmatrix_x4(k[fetch % kBuffers], keys + block * 16 * T::kRowBytes + at * 32 - back);
+      if (at == 0) keys = key_address(step_lane<Config>()) + block * 16 * T::kRowBytes;
+      const uint32_t back = (at + 1) * T::kFetchSteps > T::kScoreK ? step_lane<Config>() / 8 % 2 * 16 : 0;
+      ldmatrix_x4(k[fetch % kBuffers], keys + at * 32 - back);
     }
     if (use < 0) continue;
     const int block = use / T::kFetches, at = use % T::kFetches, first_step = at * T::kFetchSteps;
@@ -356,7 +368,7 @@ KGEN_DEVICE void score_tile(const Query<Config>& query, uint32_t keys, const Sco
     for (int i = 0; i < T::kScoreM * 8 && T::kScoreSums == 2; i++) {
       sums[0][i / 8][i / 4 % 2][i % 4] += sums[T::kScoreSums - 1][i / 8][i / 4 % 2][i % 4];
     }
-    exchange.send(lane_index(), block, sums[0]);
+    exchange.send(step_lane<Config>(), block, sums[0]);
     KGEN_UNROLL
     for (int i = 0; i < 4 && T::kKeepsOwn; i++) own[block * 4 + i] = sums[0][0][i / 2][i % 2];
   }
@@ -413,7 +425,7 @@ template <typename Config>
 KGEN_DEVICE void rescale_output(Shared<uint32_t> probabilities, int group,
                                 float (&o)[Tiling<Config>::kOutM][Tiling<Config>::kOutN][4]) {
   using T = Tiling<Config>;
-  const int lane = lane_index(), behind = T::probability_row(group, 0, lane / 4) + Config::kTileN / 2 + lane % 4;
+  const int lane = step_lane<Config>(), behind = T::probability_row(group, 0, lane / 4) + Config::kTileN / 2 + lane % 4;
   KGEN_UNROLL
   for (int m = 0; m < T::kOutM; m++) {
     const float upper = probabilities.template load_as<float>(behind + 2 * m * T::kEightWords);
@@ -475,7 +487,7 @@ KGEN_DEVICE void flash(const Params& params) {
   const Shared<uint32_t> probabilities =
       shared_array<uint32_t>(Config::kProbabilityOffset, Config::kTileM * T::kProbabilityStride / 2);
   const Shared<float> rescales = shared_array<float>(Config::kRescaleOffset, Config::kTileM);
-  const uint32_t full = shared_array<uint64_t>(Config::kFullOffset, Config::kStages).address();
+  const uint32_t full = shared_array<uint64_t>(Config::kFullOffset, Config::kStages * (Config::kCopyWarps > 0 ? 2 : 1)).address();
   ScoreExchange<Config> exchange(
       shared_array<float>(Config::kScoreOffset, Config::kWarps * T::kSenders * T::kPacketFloats), group, part, sharer);
   init_ring<Config>(full);
@@ -523,14 +535,14 @@ KGEN_DEVICE void flash(const Params& params) {
   Softmax<Config> softmax{-infinity(), 0};
 
   // Parts of a lane's shared addresses, worked out anew in each step: registers are dearer there.
-  const auto key_lane = [&](int lane) -> uint32_t {
+  const auto key_place = [&](int lane) -> uint32_t {
     const int key_row = key_part * T::kScoreKeys + lane % 8 + lane / 16 * 8;
     return key_row * T::kRowBytes + score_column * T::kElementBytes + lane / 8 % 2 * 16;
   };
-  const auto value_lane = [&](int lane) -> uint32_t {
+  const auto value_place = [&](int lane) -> uint32_t {
     return lane % 16 * T::kRowBytes + group_warp * T::kOutColumns * T::kElementBytes + lane / 16 * 16;
   };
-  const auto probability_lane = [&](int lane) -> uint32_t {
+  const auto probability_address = [&](int lane) -> uint32_t {
     return probabilities.address(T::probability_row(group, lane % 16 / 8, lane % 8)) + lane / 16 * 16;
   };
   const int own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
@@ -538,26 +550,25 @@ KGEN_DEVICE void flash(const Params& params) {
 
   int stage = 0, parity = 0, last_stage = 0, next_place = 0;
   for (int tile = 0; tile < tiles; tile++) {
-    const uint32_t key_at = key_lane(lane_index());
     ring.wait(stage, parity);
     const uint32_t keys = kv.address() + stage * Config::kTileN * T::kRowBytes;
     float own[T::kLaneKeys], weights[T::kLaneKeys];
-    score_tile<Config>(query, keys + key_at, exchange, own);
+    score_tile<Config>(query, [&](int lane) { return keys + key_place(lane); }, exchange, own);
     named_barrier_sync(1 + group, T::kGroupWarps * 32);
     if (!Config::kEagerRefill) ring.refill(tile - 1, last_stage, next_place);
     if (Config::kCopyWarps == 0) next_place = ring.place(tile + Config::kStages);
 
-    exchange.receive(lane_index(), own, weights);
+    exchange.receive(step_lane<Config>(), own, weights);
     KGEN_UNROLL
     for (int i = 0; i < T::kLaneKeys; i++) weights[i] *= params.scale_log2;
     const int first_key = (first_tile + tile) * Config::kTileN;
     if (first_key + Config::kTileN > request.prefix) {
-      const int lane = lane_index(), own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
+      const int lane = step_lane<Config>(), own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
       const int row = own_row < rows ? own_row : rows - 1;
       mask_scores<Config>(params, request, lane, divide(tile_row + row, params.heads), first_key, weights);
     }
     const float rescale = softmax.fold(weights);
-    const int lane_now = lane_index();
+    const int lane_now = step_lane<Config>();
     if (owns) {
       const int own = part * T::kScoreRows + sharer * T::kOwnRows + lane_now / 4 % T::kOwnRows;
       const int at = T::probability_row(group, own / 8, own % 8) + lane_now % 4;
@@ -567,8 +578,8 @@ KGEN_DEVICE void flash(const Params& params) {
       }
       probabilities.template store_as<float>(at + Config::kTileN / 2, rescale);
     }
-    const uint32_t probabilities_at = probability_lane(lane_now);
-    ValueTile<Config> value_tile(keys + value_lane(lane_now));
+    const uint32_t probabilities_at = probability_address(lane_now);
+    ValueTile<Config> value_tile(keys + value_place(lane_now));
     const bool rescaled = named_barrier_any(1 + group, T::kGroupWarps * 32, rescale != 1);
 
     if (rescaled) rescale_output<Config>(probabilities, group, o);
