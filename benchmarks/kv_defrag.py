@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -221,7 +222,7 @@ def accept_move(pack: Path, pool: list[torch.Tensor]) -> dict[str, Any]:
     return row
 
 
-REMAPS = [(run, moved) for run in (32768, 16, 1) for moved in (1.0, 1 / 16)]  # tokens in a row; share of slots
+REMAPS = [(run, moved) for run in (32768, 16, 1) for moved in (1.0, 1 / 16, 1 / 50)]  # tokens in a row; share of slots
 
 
 def self_inverse_map(slots: int, moved: float, block: int) -> torch.Tensor:
@@ -240,7 +241,7 @@ def remap(pack: Path, run: int, moved: float) -> dict[str, Any]:
         load_pack(pack),
         family="slot_remap",
         layout="int32",
-        capacity={"requests": requests, "context": context, "entries": 65536},
+        capacity={"requests": requests, "context": context, "entries": 65536, "moved_percent": 100},
         device="cuda",
     )
     slot_map = self_inverse_map(slots, moved, 1 if run == 1 else 64)
@@ -248,9 +249,10 @@ def remap(pack: Path, run: int, moved: float) -> dict[str, Any]:
     tokens = list((starts + torch.arange(run, dtype=torch.int32, device="cuda")).reshape(copies, requests, context))
     lengths = torch.full((requests,), context, dtype=torch.int32, device="cuda")
     expected = slot_map[tokens[0].long()]
-    rewrite(slot_map=slot_map, lengths=lengths, req_to_token=tokens[0])
+    fixed = {"slot_map": slot_map, "lengths": lengths, "hint": {"moved_percent": math.ceil(100 * moved)}}
+    rewrite(req_to_token=tokens[0], **fixed)
     assert torch.equal(tokens[0], expected), "wrong slots"
-    graph = graph_of([lambda t=t: rewrite(slot_map=slot_map, lengths=lengths, req_to_token=t) for t in tokens])
+    graph = graph_of([lambda t=t: rewrite(req_to_token=t, **fixed) for t in tokens])
     (mine,) = times_us([graph], [copies])
     size = 4 * requests * context
     rate, copy = 2 * size / mine["us"] / 1e3, copy_rates(size)

@@ -39,6 +39,7 @@ SLOT_ARRAYS = ("src_slots", "dst_slots")  # their places are bits of wide_slots
 SLOT_DTYPES = ("int32", "int64")
 MAX_ROW_BYTES = 1 << 20
 MIN_SLICE_BYTES = 128  # of a row: narrower slices would split what DRAM reads at once
+CACHING = ("normal", "streaming", "evict_first")  # by their numbers in the kernels
 VECTOR_BYTES = 16  # of every load and store
 MOVE_WAVES = 32  # of resident blocks at most: where few of a long list count, each takes 0.4 us to find nothing
 STAGE_BLOCKS_PER_SM = 2  # that share the layers of what is staged
@@ -111,7 +112,7 @@ class KvDefrag(Family):
     axes: ClassVar[tuple[str, ...]] = ("layers", "rows")
     known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "algorithm": ("one_pass", "oracle"),
-        "caching": ("normal", "streaming"),
+        "caching": CACHING,
     }
     constraints: ClassVar[tuple[Constraint, ...]] = (Constraint("registers fit", _registers_fit),)
     plan_version: ClassVar[int] = 3
@@ -132,8 +133,8 @@ class KvDefrag(Family):
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
         if _is_oracle(candidate):
             return {"algorithm": "oracle"}
-        streaming = int(candidate["caching"] == "streaming")
-        return dict(candidate) | {"streaming": streaming, "stage_shared_bytes": _stage_shared_bytes(candidate)}
+        caching_kind = CACHING.index(str(candidate["caching"]))
+        return dict(candidate) | {"caching_kind": caching_kind, "stage_shared_bytes": _stage_shared_bytes(candidate)}
 
     def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
         if _is_oracle(candidate):

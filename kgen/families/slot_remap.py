@@ -39,6 +39,7 @@ from kgen.targets import Target
 
 WIDE_ARRAYS = ("lengths", "slot_list")  # their places are bits of wide
 SLOT_DTYPES = ("int32", "int64")
+CACHING = ("normal", "streaming", "evict_first")  # by their numbers in the kernels
 VECTOR_BYTES = 16
 REGISTER_SLACK = 24
 LOOP_REGISTERS = 12  # besides, where blocks loop: the next part's place
@@ -66,6 +67,12 @@ def _threads(candidate: Candidate) -> int:
 
 def _filter_bytes(candidate: Candidate) -> int:
     return FILTER_BYTES if candidate["algorithm"] == "filter" else 0
+
+
+def _shared_bytes(candidate: Candidate) -> int:
+    """Of the rewriting kernel: the filter, and the mbarrier that says that it is there."""
+    filter_bytes = _filter_bytes(candidate)
+    return filter_bytes + 8 if filter_bytes else 0
 
 
 def _fills_multiprocessor(candidate: Candidate, layout: Layout, target: Target) -> bool:
@@ -114,7 +121,7 @@ class SlotRemap(Family):
     axes: ClassVar[tuple[str, ...]] = ("requests", "context", "entries", "moved_percent")
     known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "algorithm": ("vector", "filter", "oracle"),
-        "caching": ("normal", "streaming"),
+        "caching": CACHING,
     }
     constraints: ClassVar[tuple[Constraint, ...]] = (
         Constraint("registers fit", _registers_fit),
@@ -135,16 +142,20 @@ class SlotRemap(Family):
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
         if _is_oracle(candidate):
             return {"algorithm": "oracle"}
-        streaming = int(candidate["caching"] == "streaming")
-        filter_bytes = _filter_bytes(candidate)
-        return dict(candidate) | {"streaming": streaming, "filter_bytes": filter_bytes, "mark_threads": MARK_THREADS}
+        caching_kind = CACHING.index(str(candidate["caching"]))
+        return dict(candidate) | {
+            "caching_kind": caching_kind,
+            "filter_bytes": _filter_bytes(candidate),
+            "shared_bytes": _shared_bytes(candidate),
+            "mark_threads": MARK_THREADS,
+        }
 
     def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
         if _is_oracle(candidate):
             return (Kernel("slot_remap_oracle", _threads(candidate), 0),)
-        filter_bytes = _filter_bytes(candidate)
-        rewrite = Kernel("slot_remap_rewrite", _threads(candidate), filter_bytes)
-        return (rewrite, Kernel("slot_remap_mark", MARK_THREADS, 0)) if filter_bytes else (rewrite,)
+        rewrite = Kernel("slot_remap_rewrite", _threads(candidate), _shared_bytes(candidate))
+        mark = Kernel("slot_remap_mark", MARK_THREADS, 0)
+        return (rewrite, mark) if _filter_bytes(candidate) else (rewrite,)
 
     def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
         kernel, *marking = self.kernels(candidate, layout)
@@ -161,7 +172,7 @@ class SlotRemap(Family):
         scalars["mark_blocks"] = MARK_BLOCKS_PER_SM * sms
         mark = Launch(marking[0].entry, (scalars["mark_blocks"], 1, 1), marking[0].threads, marking[0].shared_bytes)
         rewrite = Launch(kernel.entry, (scalars["blocks"], 1, 1), kernel.threads, kernel.shared_bytes)
-        return Plan((mark, rewrite), {"moving": kernel.shared_bytes}, scalars)
+        return Plan((mark, rewrite), {"moving": _filter_bytes(candidate)}, scalars)
 
     def binding(self, layout: Layout, capacity: Point) -> Binding:
         return SlotRemapBinding(capacity)

@@ -14,7 +14,7 @@ namespace kgen::kv_defrag {
 template <typename Config>
 KGEN_DEVICE void move(const Params& params) {
   constexpr int kLanes = Config::kLanes, kVectors = Config::kVectors, kBlockRows = Config::kWarps * 32 / kLanes;
-  using Rows = Caching<Config::kStreaming>;
+  using Rows = Caching<Config::kCaching>;
   const int layer = block_index_y();
   if (layer >= params.layers) return;
   const Global<uint8_t> base = layer_base(params, layer);

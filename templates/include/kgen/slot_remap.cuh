@@ -106,7 +106,7 @@ KGEN_DEVICE void load_part(const Part& part, uint4v (&values)[Config::kVectors])
   KGEN_UNROLL
   for (int k = 0; k < Config::kVectors; k++) {
     const int i = part.first + k * Config::kWarps * 32 * part.per_vector();
-    if (part.has_vector(i)) values[k] = Caching<Config::kStreaming>::load(part.array, part.word(i));
+    if (part.has_vector(i)) values[k] = Caching<Config::kCaching>::load(part.array, part.word(i));
   }
 }
 
@@ -126,7 +126,7 @@ KGEN_DEVICE void remap_part(const Params& params, const SlotFilter& filter, cons
   for (int k = 0; k < Config::kVectors; k++) {
     const int i = part.first + k * Config::kWarps * 32 * part.per_vector();
     if (part.has_vector(i)) {
-      if (differ(values[k], found[k])) Caching<Config::kStreaming>::store(part.array, part.word(i), found[k]);
+      if (differ(values[k], found[k])) Caching<Config::kCaching>::store(part.array, part.word(i), found[k]);
       continue;
     }
     for (int at = i; at < i + part.per_vector() && at < part.length; at++) {
@@ -148,7 +148,7 @@ KGEN_DEVICE void rewrite(const Params& params) {
   remap_part<Config>(params, Filter<0>{}, part, values);
 }
 
-// Which slots may move, for the blocks below: a bit a lane.
+// Which slots may move, for the blocks below: a bit a lane. Words are written by fours, as they are copied.
 template <typename Config>
 KGEN_DEVICE void mark(const Params& params) {
   constexpr int kWords = 4;  // of a warp at a time, whose loads are in flight together
@@ -176,21 +176,26 @@ KGEN_DEVICE void mark(const Params& params) {
 // not leave the SM. The next part is on its way while one is looked up.
 template <typename Config>
 KGEN_DEVICE void rewrite_moving(const Params& params) {
-  constexpr int kThreads = Config::kWarps * 32;
   using Bits = Filter<Config::kFilterBytes>;
+  static_assert(Config::kFilterBytes + 8 == Config::kSharedBytes, "the family and the kernel disagree");
   const Bits filter{shared_array<uint32_t>(0, Config::kFilterBytes / 4), Bits::shift_of(params.slots)};
   const auto find = [&](int part) {  // those after the last are beyond the list
     const int row = part / params.row_parts;
     return find_part<Config>(params, row, part - row * params.row_parts);
   };
+  const uint32_t filled = shared_array<uint64_t>(Config::kFilterBytes, 1).address();
+  if (thread_index() == 0) {
+    const int bytes = (Bits::words(params.slots) + 3) / 4 * 16;
+    mbarrier_init(filled, 1);
+    mbarrier_init_fence();
+    mbarrier_arrive_expect(filled, bytes);
+    bulk_copy(filter.bits.address(), params.moving, bytes, filled);
+  }
   uint4v values[Config::kVectors], next[Config::kVectors];
   Part part = find(block_index_x());
   load_part<Config>(part, values);
-  const int words = Bits::words(params.slots);
-  for (int word = thread_index() * 4; word < words; word += kThreads * 4) {
-    filter.bits.template store_as<uint4v>(word, params.moving.template load_as<uint4v>(word));
-  }
   block_sync();
+  mbarrier_wait(filled, 0);
   for (int index = block_index_x(); index < params.parts; index += params.blocks) {
     const Part following = find(index + params.blocks);
     load_part<Config>(following, next);
