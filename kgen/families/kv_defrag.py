@@ -39,7 +39,6 @@ SLOT_ARRAYS = ("src_slots", "dst_slots")  # their places are bits of wide_slots
 SLOT_DTYPES = ("int32", "int64")
 MAX_ROW_BYTES = 1 << 20
 MIN_SLICE_BYTES = 128  # of a row: narrower slices would split what DRAM reads at once
-CACHING = ("normal", "streaming", "evict_first")  # by their numbers in the kernels
 VECTOR_BYTES = 16  # of every load and store
 MOVE_WAVES = 32  # of resident blocks at most: where few of a long list count, each takes 0.4 us to find nothing
 STAGE_BLOCKS_PER_SM = 2  # that share the layers of what is staged
@@ -110,10 +109,7 @@ class KvDefrag(Family):
     streamed: ClassVar[tuple[str, ...]] = ("pool",)
     outputs: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[tuple[str, ...]] = ("layers", "rows")
-    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "algorithm": ("one_pass", "oracle"),
-        "caching": CACHING,
-    }
+    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"algorithm": ("one_pass", "oracle")}
     constraints: ClassVar[tuple[Constraint, ...]] = (Constraint("registers fit", _registers_fit),)
     plan_version: ClassVar[int] = 3
 
@@ -128,13 +124,12 @@ class KvDefrag(Family):
     def label(self, candidate: Candidate) -> str:
         if _is_oracle(candidate):
             return "oracle"
-        return "{algorithm}_w{warps}_l{lanes}_i{vectors}_{caching}".format_map(candidate)
+        return "{algorithm}_w{warps}_l{lanes}_i{vectors}".format_map(candidate)
 
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
         if _is_oracle(candidate):
             return {"algorithm": "oracle"}
-        caching_kind = CACHING.index(str(candidate["caching"]))
-        return dict(candidate) | {"caching_kind": caching_kind, "stage_shared_bytes": _stage_shared_bytes(candidate)}
+        return dict(candidate) | {"stage_shared_bytes": _stage_shared_bytes(candidate)}
 
     def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
         if _is_oracle(candidate):

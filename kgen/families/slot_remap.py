@@ -39,7 +39,6 @@ from kgen.targets import Target
 
 WIDE_ARRAYS = ("lengths", "slot_list")  # their places are bits of wide
 SLOT_DTYPES = ("int32", "int64")
-CACHING = ("normal", "streaming", "evict_first")  # by their numbers in the kernels
 VECTOR_BYTES = 16
 REGISTER_SLACK = 24
 LOOP_REGISTERS = 12  # besides, where blocks loop: the next part's place
@@ -47,6 +46,7 @@ MARK_THREADS = 256
 MARK_BLOCKS_PER_SM = 4
 FILTER_BYTES = 1 << 16  # a bit for each of half a million slots, or for two of a million
 FILTER_THREADS = 512  # of a block with a filter, at least
+SHORT_LIST = 4  # times as many tokens as entries, or more
 POINT_SLOTS = 1 << 20  # of the map that workload points are timed with
 ELEMENT_FLOP = 64.0  # what comparing one element with the reference costs the host, in the terms of `sample_rows`
 PADDING = -1
@@ -119,10 +119,7 @@ class SlotRemap(Family):
     streamed: ClassVar[tuple[str, ...]] = ("req_to_token", "slot_list")
     outputs: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[tuple[str, ...]] = ("requests", "context", "entries", "moved_percent")
-    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "algorithm": ("vector", "filter", "oracle"),
-        "caching": CACHING,
-    }
+    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"algorithm": ("vector", "filter", "oracle")}
     constraints: ClassVar[tuple[Constraint, ...]] = (
         Constraint("registers fit", _registers_fit),
         Constraint("a block with a filter has 16 warps or more", _fills_multiprocessor),
@@ -137,14 +134,12 @@ class SlotRemap(Family):
     def label(self, candidate: Candidate) -> str:
         if _is_oracle(candidate):
             return "oracle"
-        return "{algorithm}_w{warps}_i{vectors}_{caching}".format_map(candidate)
+        return "{algorithm}_w{warps}_i{vectors}".format_map(candidate)
 
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
         if _is_oracle(candidate):
             return {"algorithm": "oracle"}
-        caching_kind = CACHING.index(str(candidate["caching"]))
         return dict(candidate) | {
-            "caching_kind": caching_kind,
             "filter_bytes": _filter_bytes(candidate),
             "shared_bytes": _shared_bytes(candidate),
             "mark_threads": MARK_THREADS,
@@ -165,14 +160,18 @@ class SlotRemap(Family):
             row_parts = -(-capacity["context"] // (vectors * 4))
             list_rows = -(-capacity["entries"] // (vectors * 2 * row_parts))  # int64: two of them a vector
         rows = requests + list_rows
-        scalars = {"row_parts": row_parts, "list_row": requests, "parts": row_parts * rows, "blocks": 0, "mark_blocks": 0}
+        parts = row_parts * rows
+        scalars = {"row_parts": row_parts, "list_row": requests, "parts": parts, "blocks": 0, "mark_blocks": 0}
         if not marking:
             return Plan((Launch(kernel.entry, (row_parts, rows, 1), kernel.threads, 0),), {}, scalars)
-        scalars["blocks"] = min(scalars["parts"], sms * max(resident_blocks, 1))
-        scalars["mark_blocks"] = MARK_BLOCKS_PER_SM * sms
-        mark = Launch(marking[0].entry, (scalars["mark_blocks"], 1, 1), marking[0].threads, marking[0].shared_bytes)
-        rewrite = Launch(kernel.entry, (scalars["blocks"], 1, 1), kernel.threads, kernel.shared_bytes)
-        return Plan((mark, rewrite), {"moving": _filter_bytes(candidate)}, scalars)
+        (mark,) = marking
+        blocks, mark_blocks = min(parts, sms * max(resident_blocks, 1)), MARK_BLOCKS_PER_SM * sms
+        launches = (
+            Launch(mark.entry, (mark_blocks, 1, 1), mark.threads, mark.shared_bytes),
+            Launch(kernel.entry, (blocks, 1, 1), kernel.threads, kernel.shared_bytes),
+        )
+        workspace = {"moving": _filter_bytes(candidate)}
+        return Plan(launches, workspace, scalars | {"blocks": blocks, "mark_blocks": mark_blocks})
 
     def binding(self, layout: Layout, capacity: Point) -> Binding:
         return SlotRemapBinding(capacity)
@@ -324,6 +323,11 @@ def _remapped(slot_map: Array, numbers: Array) -> Array:
     return np.where(inside, slot_map[np.where(inside, numbers, 0)], numbers)
 
 
+def _listed(tokens: int, entries: int) -> int:
+    """The list that a kernel is chosen for: one that is short beside the tokens counts as a single entry."""
+    return entries if entries * SHORT_LIST > tokens else 1
+
+
 def _extent(tensor: Any, dimension: int) -> int:
     """A dimension of a tensor that may be left out, and whose other properties are checked later; 0 without one."""
     shape: tuple[int, ...] = getattr(tensor, "shape", ())
@@ -361,7 +365,7 @@ class SlotRemapBinding(Binding):
                 raise TensorError(name, f"has too many {axis}", seen=seen)
         return Sizes(
             dimensions={"requests": requests, "context": context, "entries": entries},
-            point={"requests": requests, "context": context, "entries": entries},
+            point={"requests": requests, "context": context, "entries": _listed(requests * context, entries)},
             extents={"requests": requests, "entries": entries},
             is_empty=requests * context + entries == 0,
         )

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <kgen/kv_defrag_problem.cuh>
-#include <kgen/streaming.cuh>
 
 namespace kgen::kv_defrag {
 
@@ -14,7 +13,6 @@ namespace kgen::kv_defrag {
 template <typename Config>
 KGEN_DEVICE void move(const Params& params) {
   constexpr int kLanes = Config::kLanes, kVectors = Config::kVectors, kBlockRows = Config::kWarps * 32 / kLanes;
-  using Rows = Caching<Config::kCaching>;
   const int layer = block_index_y();
   if (layer >= params.layers) return;
   const Global<uint8_t> base = layer_base(params, layer);
@@ -33,12 +31,12 @@ KGEN_DEVICE void move(const Params& params) {
       KGEN_UNROLL
       for (int k = 0; k < kVectors; k++) {
         const int column = start + k * kLanes * 16;
-        if (column < row_bytes) values[k] = Rows::load(source, column);
+        if (column < row_bytes) values[k] = source.template load_as<uint4v>(column);
       }
       KGEN_UNROLL
       for (int k = 0; k < kVectors; k++) {
         const int column = start + k * kLanes * 16;
-        if (column < row_bytes) Rows::store(target, column, values[k]);
+        if (column < row_bytes) target.template store_as<uint4v>(column, values[k]);
       }
     }
     first += params.move_blocks * kBlockRows;

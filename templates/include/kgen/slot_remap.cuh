@@ -2,7 +2,6 @@
 #pragma once
 
 #include <kgen/primitives.cuh>
-#include <kgen/streaming.cuh>
 
 namespace kgen::slot_remap {
 
@@ -106,7 +105,7 @@ KGEN_DEVICE void load_part(const Part& part, uint4v (&values)[Config::kVectors])
   KGEN_UNROLL
   for (int k = 0; k < Config::kVectors; k++) {
     const int i = part.first + k * Config::kWarps * 32 * part.per_vector();
-    if (part.has_vector(i)) values[k] = Caching<Config::kCaching>::load(part.array, part.word(i));
+    if (part.has_vector(i)) values[k] = part.array.template load_as<uint4v>(part.word(i));
   }
 }
 
@@ -126,7 +125,7 @@ KGEN_DEVICE void remap_part(const Params& params, const SlotFilter& filter, cons
   for (int k = 0; k < Config::kVectors; k++) {
     const int i = part.first + k * Config::kWarps * 32 * part.per_vector();
     if (part.has_vector(i)) {
-      if (differ(values[k], found[k])) Caching<Config::kCaching>::store(part.array, part.word(i), found[k]);
+      if (differ(values[k], found[k])) part.array.template store_as<uint4v>(part.word(i), found[k]);
       continue;
     }
     for (int at = i; at < i + part.per_vector() && at < part.length; at++) {
