@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kgen.binding import Binding, Sizes, TensorRule
-from kgen.errors import TensorError
+from kgen.binding import Binding
+from kgen.families.slot_remap_binding import VECTOR_BYTES, WIDE_ARRAYS, SlotRemapBinding, call_scalars
 from kgen.family import (
     Array,
     Candidate,
@@ -37,17 +37,15 @@ from kgen.family import (
 )
 from kgen.targets import Target
 
-WIDE_ARRAYS = ("lengths", "slot_list")  # their places are bits of wide
-SLOT_DTYPES = ("int32", "int64")
-VECTOR_BYTES = 16
 REGISTER_SLACK = 24
 LOOP_REGISTERS = 12  # besides, where blocks loop: the next part's place
 MARK_THREADS = 256
 MARK_BLOCKS_PER_SM = 4
 FILTER_BYTES = 1 << 16  # a bit for each of half a million slots, or for two of a million
 FILTER_THREADS = 512  # of a block with a filter, at least
-SHORT_LIST = 4  # times as many tokens as entries, or more
 POINT_SLOTS = 1 << 20  # of the map that workload points are timed with
+SECTOR_BYTES = 32  # that a look-up in random order takes of the L2 cache
+TEST_BYTES = 14  # of shared memory's bandwidth that a bit takes: 32 lanes at random meet in a bank 3.5 times
 ELEMENT_FLOP = 64.0  # what comparing one element with the reference costs the host, in the terms of `sample_rows`
 PADDING = -1
 
@@ -239,7 +237,7 @@ class SlotRemap(Family):
         tokens, entries, slot_map = inputs["req_to_token"], inputs["slot_list"], inputs["slot_map"]
         assert slot_map is not None
         stride = 0 if tokens is None else tokens.shape[1]
-        return _call_scalars(
+        return call_scalars(
             row_stride=stride,
             requests=0 if tokens is None else len(tokens),
             slots=slot_map.size,
@@ -276,27 +274,38 @@ class SlotRemap(Family):
         return Work(flop=0.0, bytes=read * (1 + min(point["moved_percent"], 100) / 100))  # what moves is written
 
     def demand(self, candidate: Candidate, layout: Layout, point: Point, plan: Plan) -> tuple[LaunchDemand, ...]:
-        work = self.work(layout, point).bytes
-        steps = -(-point["context"] // 32) if _is_oracle(candidate) else 1  # a warp alone waits for each of its loads
-        syncs = float(_is_oracle(candidate))
-        demands = []
-        for launch in plan.launches:
-            blocks, moved = math.prod(launch.grid), POINT_SLOTS * 4.0 if launch.entry == "slot_remap_mark" else work
-            demands.append(LaunchDemand(launch.entry, blocks, steps, 1, 0.0, 0.0, 0.0, syncs, moved / blocks, moved))
-        return tuple(demands)
+        rewrite, marking = plan.launches[-1], plan.launches[:-1]
+        mark_bytes = POINT_SLOTS * 4.0
+        marks = tuple(
+            LaunchDemand(mark.entry, mark.grid[0], 1, 1, 0.0, 0.0, 0.0, 0.0, mark_bytes / mark.grid[0], mark_bytes)
+            for mark in marking
+        )
+        return (
+            *marks,
+            _rewrite_demand(candidate, point, plan.scalars["parts"], rewrite, self.work(layout, point).bytes),
+        )
 
 
-def _call_scalars(
-    *, row_stride: int, requests: int, slots: int, entries: int, wide: list[bool], whole: list[bool]
-) -> dict[str, int | float]:
-    return {
-        "row_stride": row_stride,
-        "requests": requests,
-        "slots": slots,
-        "entries": entries,
-        "wide": sum(flag << bit for bit, flag in enumerate(wide)),
-        "whole_vectors": sum(flag << bit for bit, flag in enumerate(whole)),
-    }
+def _rewrite_demand(candidate: Candidate, point: Point, parts: int, launch: Launch, work: float) -> LaunchDemand:
+    """Every look-up takes a sector of L2; with a filter, a bit of it comes first, and resident blocks take steps."""
+    filter_bytes, moved = _filter_bytes(candidate), min(point["moved_percent"], 100) / 100
+    blocks, syncs = math.prod(launch.grid), float(_is_oracle(candidate))  # a warp alone waits for each of its loads
+    steps = -(-point["context"] // 32) if _is_oracle(candidate) else -(-parts // blocks)
+    elements = (point["requests"] * point["context"] + point["entries"]) / (blocks * steps)
+    tested = elements * TEST_BYTES if filter_bytes else 0.0
+    looked_up = elements * SECTOR_BYTES * (1 - (1 - moved) ** 2 if filter_bytes else 1)  # a bit is about two slots
+    return LaunchDemand(
+        launch.entry,
+        blocks,
+        steps,
+        2 if filter_bytes else 1,
+        step_mma_flop=0.0,
+        step_shared_bytes=tested,
+        step_gather_bytes=looked_up,
+        step_syncs=syncs,
+        block_bytes=work / blocks + filter_bytes,
+        dram_bytes=work,
+    )
 
 
 def _compaction(slots: int, percent: int, rng: np.random.Generator) -> Array:
@@ -321,79 +330,3 @@ def _exchange(slots: int, percent: int, rng: np.random.Generator) -> Array:
 def _remapped(slot_map: Array, numbers: Array) -> Array:
     inside = (numbers >= 0) & (numbers < slot_map.size)
     return np.where(inside, slot_map[np.where(inside, numbers, 0)], numbers)
-
-
-def _listed(tokens: int, entries: int) -> int:
-    """The list that a kernel is chosen for: one that is short beside the tokens counts as a single entry."""
-    return entries if entries * SHORT_LIST > tokens else 1
-
-
-def _extent(tensor: Any, dimension: int) -> int:
-    """A dimension of a tensor that may be left out, and whose other properties are checked later; 0 without one."""
-    shape: tuple[int, ...] = getattr(tensor, "shape", ())
-    return int(shape[dimension]) if dimension < len(shape) else 0
-
-
-class SlotRemapBinding(Binding):
-    """The tensors of a call: ``req_to_token`` with ``lengths``, a flat ``slot_list``, or both."""
-
-    rules = (
-        TensorRule("slot_map", ("int32",), ("slots",)),
-        TensorRule("lengths", SLOT_DTYPES, ("requests",), optional=True),
-        TensorRule("req_to_token", ("int32",), ("requests", "context"), optional=True, rows_apart=True, writable=True),
-        TensorRule("slot_list", SLOT_DTYPES, ("entries",), optional=True, writable=True),
-    )
-    options: ClassVar[tuple[str, ...]] = ()
-    plan_axes: ClassVar[tuple[str, ...]] = ("requests", "entries")
-
-    def __init__(self, capacity: Point) -> None:
-        self._capacity = capacity
-
-    def sizes(self, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Sizes:
-        """Requests and context of ``req_to_token``, entries of ``slot_list``, within the prepared capacity."""
-        if (tensors["req_to_token"] is None) != (tensors["lengths"] is None):
-            raise TensorError("lengths", "goes with req_to_token", seen="one of the two is missing")
-        requests, context = (_extent(tensors["req_to_token"], dimension) for dimension in (0, 1))
-        entries = _extent(tensors["slot_list"], 0)
-        for axis, name, size in (
-            ("requests", "req_to_token", requests),
-            ("context", "req_to_token", context),
-            ("entries", "slot_list", entries),
-        ):
-            if size > self._capacity[axis]:
-                seen = f"{size}, prepared for {self._capacity[axis]}"
-                raise TensorError(name, f"has too many {axis}", seen=seen)
-        return Sizes(
-            dimensions={"requests": requests, "context": context, "entries": entries},
-            point={"requests": requests, "context": context, "entries": _listed(requests * context, entries)},
-            extents={"requests": requests, "entries": entries},
-            is_empty=requests * context + entries == 0,
-        )
-
-    def scalars(self, tensors: Mapping[str, Any], sizes: Sizes, options: Mapping[str, Any]) -> dict[str, int | float]:
-        """Counts, strides, the widths of the tensors, and which of them are aligned."""
-        tokens, entries = tensors["req_to_token"], tensors["slot_list"]
-        stride = 0 if tokens is None else int(tokens.stride(0))
-        return _call_scalars(
-            row_stride=stride,
-            requests=sizes.dimensions["requests"],
-            slots=tensors["slot_map"].shape[0],
-            entries=sizes.dimensions["entries"],
-            wide=[tensor is not None and tensor.element_size() == 8 for tensor in map(tensors.get, WIDE_ARRAYS)],
-            whole=[
-                tokens is not None and tokens.data_ptr() % VECTOR_BYTES == 0 and stride * 4 % VECTOR_BYTES == 0,
-                entries is not None and entries.data_ptr() % VECTOR_BYTES == 0,
-            ],
-        )
-
-    def check_content(self, tensors: Mapping[str, Any], sizes: Sizes) -> None:
-        """Lengths must be within the rows, and the map within itself."""
-        slot_map, lengths = tensors["slot_map"], tensors["lengths"]
-        if slot_map.numel() and not 0 <= int(slot_map.min()) <= int(slot_map.max()) < slot_map.shape[0]:
-            seen = f"{int(slot_map.min())} to {int(slot_map.max())} for {slot_map.shape[0]} slots"
-            raise TensorError("slot_map", "points outside the pool", seen=seen)
-        if lengths is not None and lengths.numel():
-            context = sizes.dimensions["context"]
-            if not 0 <= int(lengths.min()) <= int(lengths.max()) <= context:
-                seen = f"{int(lengths.min())} to {int(lengths.max())} for rows of {context}"
-                raise TensorError("lengths", "are not those of rows", seen=seen)
