@@ -90,7 +90,12 @@ class DemoServer:
             default_pack("slot_remap"),
             family="slot_remap",
             layout="int32",
-            capacity={"requests": len(lengths), "context": max(lengths), "entries": max(1, self._listed.numel())},
+            capacity={
+                "requests": len(lengths),
+                "context": max(lengths),
+                "entries": max(1, self._listed.numel()),
+                "moved_percent": 100,
+            },
             device=device,
             checked=True,
             cache_dir=cache_dir,
@@ -123,6 +128,7 @@ class DemoServer:
                 lengths=self._lengths,
                 req_to_token=self._tokens,
                 slot_list=self._listed if self._listed.numel() else None,
+                hint={"moved_percent": plan.moved_percent},
             )
 
         apply_plan(plan, reserve=self.allocator.reserve, copy=copy, flips=[flip], release=self.allocator.free)

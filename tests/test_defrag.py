@@ -197,6 +197,7 @@ def test_the_tail_goes_into_the_lowest_holes() -> None:
     assert plan.source.tolist() == [10, 11], "in order, though the highest is chosen first"
     assert plan.target.tolist() == [2, 4]
     assert plan.moved_bytes == 200
+    assert plan.moved_percent == 17, "2 of 12 slots, rounded up"
     assert str(plan).startswith("2 slots, 0.0 MB, 0 us (modelled); holes 2 -> 1, largest free run 5 -> 4")
 
 

@@ -24,8 +24,8 @@ from kgen.spec import load_spec
 
 MLA = families()["verify_mla"]
 RECORDED = {
-    "kv_defrag": (2, "2e2d46b19e2f1b57"),
-    "slot_remap": (2, "9cedd9c4378315d9"),
+    "kv_defrag": (3, "e69b47bb5275cf47"),
+    "slot_remap": (3, "a2c7aa5c461a9c30"),
     "verify_mla": (4, "8c050e48d9c55432"),
 }  # plan_version and the digest of what `plans` gives; where the second changes for the same spec, so must the first
 

@@ -62,12 +62,14 @@ def validated(
 
 CHOICES: list[tuple[Spec, str, Candidate]] = [
     (MOVES, "mla_fp8", {}),
-    (MOVES, "mla_packed", {"warps": 4, "lanes": 8, "rows": 2}),
-    (MOVES, "mla_fp8_disjoint", {"warps": 16, "lanes": 16, "vectors": 5, "blocks_per_sm": 1}),
-    (MOVES, "mha_bf16_disjoint", {"lanes": 32, "vectors": 9, "blocks_per_sm": 1}),
+    (MOVES, "mla_packed", {"warps": 4, "lanes": 8}),
+    (MOVES, "mla_fp8_disjoint", {"warps": 16, "lanes": 16, "vectors": 5}),
+    (MOVES, "mha_bf16_disjoint", {"lanes": 32, "vectors": 9}),
     (MOVES, "mla_packed", {"algorithm": "oracle"}),
     (REMAP, "int32", {}),
     (REMAP, "int32", {"warps": 8, "vectors": 8}),
+    (REMAP, "int32", {"algorithm": "filter", "warps": 16, "vectors": 4}),
+    (REMAP, "int32", {"algorithm": "filter", "warps": 32}),
     (REMAP, "int32", {"algorithm": "oracle"}),
 ]
 
@@ -95,10 +97,35 @@ def test_a_slice_of_all_rows_fits_the_registers_of_a_block() -> None:
     family, layout = MOVES.family, MOVES.layout("mla_packed")
     for rows in (1, 7, 64, 96):
         plan = family.plan(MOVES.default, layout, {"layers": 3, "rows": rows}, sms=188, resident_blocks=1)
-        vectors, slices = 656 // 16, plan.scalars["slices"]
-        width = -(-vectors // slices)
+        vectors, width = 656 // 16, plan.scalars["slice_vectors"]
         assert rows * width <= 8 * 32 * 3
-        assert plan.launches[0].grid == (slices, 3, 1)
+        assert plan.launches[0].grid == (-(-vectors // width), 3, 1)
+
+
+def test_a_filter_is_made_before_resident_blocks_share_the_parts() -> None:
+    family, capacity = REMAP.family, {"requests": 256, "context": 32768, "entries": 65536, "moved_percent": 4}
+    candidate: Candidate = {**REMAP.default, "algorithm": "filter", "warps": 32}
+    plan = family.plan(candidate, REMAP.layout("int32"), capacity, sms=132, resident_blocks=1)
+    assert [(launch.entry, launch.grid, launch.shared_bytes) for launch in plan.launches] == [
+        ("slot_remap_mark", (528, 1, 1), 0),
+        ("slot_remap_rewrite", (132, 1, 1), (1 << 16) + 8),
+    ]
+    assert plan.workspace_bytes == {"moving": 1 << 16}
+    assert plan.scalars["parts"] == (256 + 4) * 4, "of 8192 tokens, or of 4096 entries that may be int64"
+
+
+@pytest.mark.parametrize(("tokens", "entries", "counts_as"), [(400, 0, 1), (400, 100, 1), (400, 101, 101), (0, 3, 3)])
+def test_a_list_that_is_short_beside_the_tokens_does_not_choose_the_kernel(
+    tokens: int, entries: int, counts_as: int
+) -> None:
+    capacity = {"requests": 4, "context": 100, "entries": 200, "moved_percent": 100}
+    lengths = torch.zeros(4, dtype=torch.int32) if tokens else None
+    given = {"lengths": lengths, "req_to_token": torch.zeros(4, tokens // 4) if tokens else None}
+    sizes = REMAP.family.binding(REMAP.layout("int32"), capacity).sizes(
+        given | {"slot_list": torch.zeros(entries) if entries else None}, {}
+    )
+    assert sizes.point["entries"] == counts_as
+    assert "moved_percent" not in sizes.point, "the hint says it, or the capacity"
 
 
 @dataclass(frozen=True)
@@ -115,6 +142,7 @@ class Mutant:
 
 EXACT, MOVE, STAGE, PROBLEM = (f"include/kgen/kv_defrag_{name}.cuh" for name in ("exact", "move", "stage", "problem"))
 REWRITE = "include/kgen/slot_remap.cuh"
+FILTER: Candidate = {"algorithm": "filter", "warps": 16}
 WRONG, RACE, SHARED_RACE = "relative L2 error", "race on global memory", "race on shared memory"
 MUTANTS = {
     "stores do not wait for the block's loads": Mutant(EXACT, "  block_sync();\n", "", RACE, {}),
@@ -134,7 +162,7 @@ MUTANTS = {
     "staged rows are read from the pool": Mutant(MOVE, "params.overlaps.load(listed)", "false", RACE, {}),
     "only the first layer is staged": Mutant(STAGE, "layer < params.layers;", "layer < 0;", WRONG, {}),
     "a row is written beyond its end": Mutant(
-        MOVE, "column < params.row_bytes) targets", "true) targets", "kv_defrag_move.cuh", {}
+        MOVE, "if (column < row_bytes) target", "target", "global memory access outside", {}
     ),
     "a block does its first rows only": Mutant(
         MOVE, "first += params.move_blocks * kBlockRows", "first += count", WRONG, {}
@@ -145,6 +173,16 @@ MUTANTS = {
     ),
     "what changes in the last element alone is not stored": Mutant(REWRITE, " | (a.w ^ b.w)", "", WRONG, {}, REMAP),
     "an int64 is its lower half": Mutant(REWRITE, "v.y == 0 ? remap", "true ? remap", WRONG, {}, REMAP),
+    "a bit is about its first slot alone": Mutant(
+        REWRITE, "neighbour < 1 << shift", "neighbour < 1", WRONG, FILTER, REMAP
+    ),
+    "the filter is read before it is there": Mutant(
+        REWRITE, "  mbarrier_wait(filled, 0);\n", "", "shared", FILTER, REMAP
+    ),
+    "a block does its first part only": Mutant(
+        REWRITE, "index += params.blocks", "index += params.parts", WRONG, FILTER, REMAP
+    ),
+    "the next part is forgotten": Mutant(REWRITE, "values[k] = next[k]", "values[k] = values[k]", WRONG, FILTER, REMAP),
 }  # fmt: skip
 MUTANT_CASES = {
     "the count is not read": ("counts",),
@@ -153,6 +191,10 @@ MUTANT_CASES = {
     "only the first layer is staged": ("more_than_a_block_holds",),
     "what changes in the last element alone is not stored": ("ragged",),
     "an int64 is its lower half": ("wide",),
+    "a bit is about its first slot alone": ("neighbours_share_a_bit",),
+    "the filter is read before it is there": ("few_move",),
+    "a block does its first part only": ("long",),
+    "the next part is forgotten": ("long",),
 }
 
 
@@ -330,7 +372,7 @@ def rewrite(cache_dir: Path) -> PreparedCall:
         default_pack("slot_remap"),
         family="slot_remap",
         layout="int32",
-        capacity={"requests": 4, "context": 70, "entries": 100},
+        capacity={"requests": 4, "context": 70, "entries": 100, "moved_percent": 100},
         device="cpu",
         checked=True,
         cache_dir=cache_dir,

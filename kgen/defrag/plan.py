@@ -57,6 +57,11 @@ class Plan:
         mapped[self.source] = self.target
         return mapped
 
+    @property
+    def moved_percent(self) -> int:
+        """Of all slots, rounded up: what ``slot_remap`` chooses its kernel by."""
+        return -(-100 * self.source.size // self.slots)
+
     def __str__(self) -> str:
         before, after = self.before, self.after
         return (

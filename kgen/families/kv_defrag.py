@@ -68,20 +68,14 @@ def _stage_shared_bytes(candidate: Candidate) -> int:
 
 def _block_rows(candidate: Candidate) -> int:
     """Moves of a block of the move kernel."""
-    return integer(candidate, "warps") * 32 // integer(candidate, "lanes") * integer(candidate, "rows")
+    return _threads(candidate) // integer(candidate, "lanes")
 
 
 def _registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool:
     if _is_oracle(candidate):
         return True
-    threads, blocks = _threads(candidate), integer(candidate, "blocks_per_sm")
-    if threads * blocks > target.warps_per_sm * 32:
-        return False
-    rows, vectors = integer(candidate, "rows"), integer(candidate, "vectors")
-    exact = vectors * 9 + REGISTER_SLACK  # a vector, its source, target, column and 64-bit addresses
-    move = rows * (vectors * 4 + 8) + REGISTER_SLACK  # vectors, and a row's addresses
-    room = target.registers_per_sm // threads
-    return exact <= min(target.registers_per_thread, room) and move <= min(target.registers_per_thread, room // blocks)
+    needed = integer(candidate, "vectors") * 9 + REGISTER_SLACK  # a vector, its source, target, column, addresses
+    return needed <= min(target.registers_per_thread, target.registers_per_sm // _threads(candidate))
 
 
 class KvDefrag(Family):
@@ -103,7 +97,7 @@ class KvDefrag(Family):
             Parameter("slots", "int32"),  # of the pool
             Parameter("moves", "int32"),  # entries of the lists
             Parameter("wide_slots", "int32"),  # bit set of the slot lists that are int64, in the order above
-            Parameter("slices", "int32"),  # of a row, in the exact kernel
+            Parameter("slice_vectors", "int32"),  # of 16 bytes of a row, that a block of the exact kernel has
             Parameter("move_blocks", "int32"),  # of the move kernel that share the rows of a layer
             Parameter("stage_blocks", "int32"),  # of the stage kernel that share the layers; 0: it does not run
         )
@@ -117,7 +111,7 @@ class KvDefrag(Family):
     axes: ClassVar[tuple[str, ...]] = ("layers", "rows")
     known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"algorithm": ("one_pass", "oracle")}
     constraints: ClassVar[tuple[Constraint, ...]] = (Constraint("registers fit", _registers_fit),)
-    plan_version: ClassVar[int] = 2
+    plan_version: ClassVar[int] = 3
 
     def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
         row_bytes = layout.get("row_bytes", "missing")
@@ -130,7 +124,7 @@ class KvDefrag(Family):
     def label(self, candidate: Candidate) -> str:
         if _is_oracle(candidate):
             return "oracle"
-        return "{algorithm}_w{warps}_l{lanes}_r{rows}_i{vectors}_b{blocks_per_sm}".format_map(candidate)
+        return "{algorithm}_w{warps}_l{lanes}_i{vectors}".format_map(candidate)
 
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
         if _is_oracle(candidate):
@@ -155,10 +149,11 @@ class KvDefrag(Family):
             launches = tuple(Launch(kernel.entry, (rows, layers, 1), kernel.threads, 0) for kernel in kernels)
             return Plan(launches, staged, _plan_scalars())
         move, exact, stage = kernels
-        slices = _exact_slices(candidate, row_bytes, rows) if layout["moves"] == "any" else 0
-        if slices:
+        slice_vectors = _slice_vectors(candidate, row_bytes, rows) if layout["moves"] == "any" else 0
+        if slice_vectors:
+            slices = -(-row_bytes // (slice_vectors * VECTOR_BYTES))
             launch = Launch(exact.entry, (slices, layers, 1), exact.threads, exact.shared_bytes)
-            return Plan((launch,), {}, _plan_scalars(slices=slices))
+            return Plan((launch,), {}, _plan_scalars(slice_vectors=slice_vectors))
         most = MOVE_WAVES * sms * max(resident_blocks, 1)
         blocks = min(-(-rows // _block_rows(candidate)), -(-most // layers))
         moving = Launch(move.entry, (blocks, layers, 1), move.threads, move.shared_bytes)
@@ -275,16 +270,19 @@ class KvDefrag(Family):
         return tuple(demands)
 
 
-def _plan_scalars(*, slices: int = 0, move_blocks: int = 0, stage_blocks: int = 0) -> dict[str, int]:
-    return {"slices": slices, "move_blocks": move_blocks, "stage_blocks": stage_blocks}
+def _plan_scalars(*, slice_vectors: int = 0, move_blocks: int = 0, stage_blocks: int = 0) -> dict[str, int]:
+    return {"slice_vectors": slice_vectors, "move_blocks": move_blocks, "stage_blocks": stage_blocks}
 
 
-def _exact_slices(candidate: Candidate, row_bytes: int, rows: int) -> int:
-    """How many slices of a row let one block's registers hold a slice of all rows; 0 if they would be too narrow."""
-    width = _threads(candidate) * integer(candidate, "vectors") // rows
-    if width * VECTOR_BYTES < min(row_bytes, MIN_SLICE_BYTES):
+def _slice_vectors(candidate: Candidate, row_bytes: int, rows: int) -> int:
+    """Vectors of a row so few that one block's registers hold them of all rows; 0 if a slice would be too narrow.
+
+    Slices are as equal as can be.
+    """
+    most, vectors = _threads(candidate) * integer(candidate, "vectors") // rows, row_bytes // VECTOR_BYTES
+    if most * VECTOR_BYTES < min(row_bytes, MIN_SLICE_BYTES):
         return 0
-    return -(-row_bytes // (width * VECTOR_BYTES))
+    return -(-vectors // -(-vectors // most))
 
 
 def _present(inputs: Mapping[str, Array | None], name: str) -> Array:

@@ -3,17 +3,21 @@
 ``slot_map[s]`` is where slot ``s`` went (itself, if it stayed). The first ``lengths[r]`` elements of row ``r`` of
 ``req_to_token``, and all of ``slot_list`` (radix values, prefix indices, a free list), are replaced by it; numbers that
 are no slot of the map stay as they are, so padding with -1 is kept. Either of the two may be left out.
+
+How many slots move decides which kernel is fastest, and no tensor's shape says it: the workload axis ``moved_percent``
+comes from a call's hint, or is what the call was prepared for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from kgen.binding import Binding, Sizes, TensorRule
-from kgen.errors import TensorError
+from kgen.binding import Binding
+from kgen.families.slot_remap_binding import VECTOR_BYTES, WIDE_ARRAYS, SlotRemapBinding, call_scalars
 from kgen.family import (
     Array,
     Candidate,
@@ -33,10 +37,15 @@ from kgen.family import (
 )
 from kgen.targets import Target
 
-WIDE_ARRAYS = ("lengths", "slot_list")  # their places are bits of wide
-SLOT_DTYPES = ("int32", "int64")
-VECTOR_BYTES = 16
 REGISTER_SLACK = 24
+LOOP_REGISTERS = 12  # besides, where blocks loop: the next part's place
+MARK_THREADS = 256
+MARK_BLOCKS_PER_SM = 4
+FILTER_BYTES = 1 << 16  # a bit for each of half a million slots, or for two of a million
+FILTER_THREADS = 512  # of a block with a filter, at least
+POINT_SLOTS = 1 << 20  # of the map that workload points are timed with
+SECTOR_BYTES = 32  # that a look-up in random order takes of the L2 cache
+TEST_BYTES = 14  # of shared memory's bandwidth that a bit takes: 32 lanes at random meet in a bank 3.5 times
 ELEMENT_FLOP = 64.0  # what comparing one element with the reference costs the host, in the terms of `sample_rows`
 PADDING = -1
 
@@ -54,10 +63,26 @@ def _threads(candidate: Candidate) -> int:
     return 32 if _is_oracle(candidate) else integer(candidate, "warps") * 32
 
 
+def _filter_bytes(candidate: Candidate) -> int:
+    return FILTER_BYTES if candidate["algorithm"] == "filter" else 0
+
+
+def _shared_bytes(candidate: Candidate) -> int:
+    """Of the rewriting kernel: the filter, and the mbarrier that says that it is there."""
+    filter_bytes = _filter_bytes(candidate)
+    return filter_bytes + 8 if filter_bytes else 0
+
+
+def _fills_multiprocessor(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    """One filter takes most of the shared memory, so few warps are resident beside it but the block's own."""
+    return not _filter_bytes(candidate) or _threads(candidate) >= FILTER_THREADS
+
+
 def _registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool:
     if _is_oracle(candidate):
         return True
-    needed = 8 * integer(candidate, "vectors") + REGISTER_SLACK
+    held = 3 if _filter_bytes(candidate) else 2  # of each vector: before, after, and of the next part
+    needed = held * 4 * integer(candidate, "vectors") + REGISTER_SLACK + (LOOP_REGISTERS if held == 3 else 0)
     return needed <= min(target.registers_per_thread, target.registers_per_sm // _threads(candidate))
 
 
@@ -72,14 +97,18 @@ class SlotRemap(Family):
             Parameter("lengths", "pointer"),  # int32 or int64 [requests]
             Parameter("req_to_token", "pointer"),  # int32 [requests, row_stride], or null
             Parameter("slot_list", "pointer"),  # int32 or int64 [entries], or null
+            Parameter("moving", "pointer"),  # uint32 [filter bytes / 4]: a bit for every 2^n slots, whether any moves
             Parameter("row_stride", "int64"),  # elements from one row of req_to_token to the next
             Parameter("requests", "int32"),
             Parameter("slots", "int32"),
             Parameter("entries", "int32"),
             Parameter("wide", "int32"),  # bit set of the arrays that are int64, in the order of WIDE_ARRAYS
             Parameter("whole_vectors", "int32"),  # bit 0: rows of req_to_token are aligned to 16 bytes; 1: slot_list
-            Parameter("row_blocks", "int32"),  # blocks that share a row
-            Parameter("list_row", "int32"),  # first row of blocks that has the list
+            Parameter("row_parts", "int32"),  # of a row, each as much as a block rewrites at once
+            Parameter("list_row", "int32"),  # first row of parts that has the list
+            Parameter("parts", "int32"),
+            Parameter("blocks", "int32"),  # that loop over the parts; 0: there is a block for each
+            Parameter("mark_blocks", "int32"),  # that share the map
         )
     )
     layout_constants: ClassVar[tuple[str, ...]] = ()
@@ -87,10 +116,13 @@ class SlotRemap(Family):
     inouts: ClassVar[tuple[str, ...]] = ("req_to_token", "slot_list")
     streamed: ClassVar[tuple[str, ...]] = ("req_to_token", "slot_list")
     outputs: ClassVar[tuple[str, ...]] = ()
-    axes: ClassVar[tuple[str, ...]] = ("requests", "context", "entries")
-    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"algorithm": ("vector", "oracle")}
-    constraints: ClassVar[tuple[Constraint, ...]] = (Constraint("registers fit", _registers_fit),)
-    plan_version: ClassVar[int] = 2
+    axes: ClassVar[tuple[str, ...]] = ("requests", "context", "entries", "moved_percent")
+    known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"algorithm": ("vector", "filter", "oracle")}
+    constraints: ClassVar[tuple[Constraint, ...]] = (
+        Constraint("registers fit", _registers_fit),
+        Constraint("a block with a filter has 16 warps or more", _fills_multiprocessor),
+    )
+    plan_version: ClassVar[int] = 3
 
     def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
         if layout.get("map") != "int32":
@@ -98,24 +130,46 @@ class SlotRemap(Family):
         return None
 
     def label(self, candidate: Candidate) -> str:
-        return "oracle" if _is_oracle(candidate) else "vector_w{warps}_i{vectors}".format_map(candidate)
+        if _is_oracle(candidate):
+            return "oracle"
+        return "{algorithm}_w{warps}_i{vectors}".format_map(candidate)
 
     def constants(self, candidate: Candidate, layout: Layout) -> Mapping[str, Value]:
-        return dict(candidate)
+        if _is_oracle(candidate):
+            return {"algorithm": "oracle"}
+        return dict(candidate) | {
+            "filter_bytes": _filter_bytes(candidate),
+            "shared_bytes": _shared_bytes(candidate),
+            "mark_threads": MARK_THREADS,
+        }
 
     def kernels(self, candidate: Candidate, layout: Layout) -> tuple[Kernel, ...]:
-        entry = "slot_remap_oracle" if _is_oracle(candidate) else "slot_remap_rewrite"
-        return (Kernel(entry, _threads(candidate), 0),)
+        if _is_oracle(candidate):
+            return (Kernel("slot_remap_oracle", _threads(candidate), 0),)
+        rewrite = Kernel("slot_remap_rewrite", _threads(candidate), _shared_bytes(candidate))
+        mark = Kernel("slot_remap_mark", MARK_THREADS, 0)
+        return (rewrite, mark) if _filter_bytes(candidate) else (rewrite,)
 
     def plan(self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int) -> Plan:
-        (kernel,) = self.kernels(candidate, layout)
-        requests, row_blocks, list_rows = capacity["requests"], 1, 1
+        kernel, *marking = self.kernels(candidate, layout)
+        requests, row_parts, list_rows = capacity["requests"], 1, 1
         if not _is_oracle(candidate):
             vectors = _threads(candidate) * integer(candidate, "vectors")
-            row_blocks = -(-capacity["context"] // (vectors * 4))
-            list_rows = -(-capacity["entries"] // (vectors * 2 * row_blocks))  # int64: two of them a vector
-        launch = Launch(kernel.entry, (row_blocks, requests + list_rows, 1), kernel.threads, 0)
-        return Plan((launch,), {}, {"row_blocks": row_blocks, "list_row": requests})
+            row_parts = -(-capacity["context"] // (vectors * 4))
+            list_rows = -(-capacity["entries"] // (vectors * 2 * row_parts))  # int64: two of them a vector
+        rows = requests + list_rows
+        parts = row_parts * rows
+        scalars = {"row_parts": row_parts, "list_row": requests, "parts": parts, "blocks": 0, "mark_blocks": 0}
+        if not marking:
+            return Plan((Launch(kernel.entry, (row_parts, rows, 1), kernel.threads, 0),), {}, scalars)
+        (mark,) = marking
+        blocks, mark_blocks = min(parts, sms * max(resident_blocks, 1)), MARK_BLOCKS_PER_SM * sms
+        launches = (
+            Launch(mark.entry, (mark_blocks, 1, 1), mark.threads, mark.shared_bytes),
+            Launch(kernel.entry, (blocks, 1, 1), kernel.threads, kernel.shared_bytes),
+        )
+        workspace = {"moving": _filter_bytes(candidate)}
+        return Plan(launches, workspace, scalars | {"blocks": blocks, "mark_blocks": mark_blocks})
 
     def binding(self, layout: Layout, capacity: Point) -> Binding:
         return SlotRemapBinding(capacity)
@@ -131,12 +185,15 @@ class SlotRemap(Family):
             case("no_list", [300, 200], 300, 0),
             case("no_requests", [], 4, 4099, wide=("slot_list",)),
             case("long", [9000, 4097], 9000, 9001),
+            case("few_move", [9000, 700], 9000, 300, moved_percent=4),
+            case("neighbours_share_a_bit", [2000, 65], 2000, 0, moved_percent=2, slots=(1 << 20) + 5),
         )
 
     def point_case(self, point: Point) -> Case:
-        lengths, slots = [point["context"]] * point["requests"], 1 << 20
-        options = {"lengths": lengths, "context": point["context"], "entries": point["entries"], "slots": slots}
-        options["exchange"] = True  # so that every replay of a graph changes as many numbers
+        lengths = [point["context"]] * point["requests"]
+        options = {"lengths": lengths, "context": point["context"], "entries": point["entries"], "slots": POINT_SLOTS}
+        # Slots that change places, so that every replay of a graph changes as many numbers.
+        options |= {"exchange": True, "moved_percent": point["moved_percent"]}
         return Case(",".join(f"{axis}={point[axis]}" for axis in self.axes), options)
 
     def capacity(self, case: Case) -> Point:
@@ -145,6 +202,7 @@ class SlotRemap(Family):
             "requests": max(1, len(options["lengths"])),
             "context": options["context"],
             "entries": max(1, options["entries"]),
+            "moved_percent": options.get("moved_percent", 100),
         }
 
     def make_inputs(self, layout: Layout, case: Case, seed: int) -> dict[str, Array | None]:
@@ -164,8 +222,9 @@ class SlotRemap(Family):
                 values[::7] |= 1 << 32  # no slots, although their lower halves are
             return values
 
+        make_map = _exchange if options.get("exchange") else _compaction
         return {
-            "slot_map": (_exchange if options.get("exchange") else _compaction)(slots, rng),
+            "slot_map": make_map(slots, options.get("moved_percent", 100), rng),
             "lengths": index("lengths", np.array(lengths)) if lengths else None,
             "req_to_token": numbers(len(lengths), options["context"]) if lengths else None,
             "slot_list": listed(options["entries"]) if options["entries"] else None,
@@ -178,7 +237,7 @@ class SlotRemap(Family):
         tokens, entries, slot_map = inputs["req_to_token"], inputs["slot_list"], inputs["slot_map"]
         assert slot_map is not None
         stride = 0 if tokens is None else tokens.shape[1]
-        return _call_scalars(
+        return call_scalars(
             row_stride=stride,
             requests=0 if tokens is None else len(tokens),
             slots=slot_map.size,
@@ -211,41 +270,59 @@ class SlotRemap(Family):
         return array.astype(np.float64)
 
     def work(self, layout: Layout, point: Point) -> Work:
-        return Work(flop=0.0, bytes=8.0 * (point["requests"] * point["context"] + point["entries"]))
+        read = 4.0 * (point["requests"] * point["context"] + point["entries"])
+        return Work(flop=0.0, bytes=read * (1 + min(point["moved_percent"], 100) / 100))  # what moves is written
 
     def demand(self, candidate: Candidate, layout: Layout, point: Point, plan: Plan) -> tuple[LaunchDemand, ...]:
-        (launch,) = plan.launches
-        work, blocks = self.work(layout, point).bytes, launch.grid[0] * launch.grid[1]
-        steps = -(-point["context"] // 32) if _is_oracle(candidate) else 1  # a warp alone waits for each of its loads
-        syncs = float(_is_oracle(candidate))
-        return (LaunchDemand(launch.entry, blocks, steps, 1, 0.0, 0.0, 0.0, syncs, work / blocks, work),)
+        rewrite, marking = plan.launches[-1], plan.launches[:-1]
+        mark_bytes = POINT_SLOTS * 4.0
+        marks = tuple(
+            LaunchDemand(mark.entry, mark.grid[0], 1, 1, 0.0, 0.0, 0.0, 0.0, mark_bytes / mark.grid[0], mark_bytes)
+            for mark in marking
+        )
+        return (
+            *marks,
+            _rewrite_demand(candidate, point, plan.scalars["parts"], rewrite, self.work(layout, point).bytes),
+        )
 
 
-def _call_scalars(
-    *, row_stride: int, requests: int, slots: int, entries: int, wide: list[bool], whole: list[bool]
-) -> dict[str, int | float]:
-    return {
-        "row_stride": row_stride,
-        "requests": requests,
-        "slots": slots,
-        "entries": entries,
-        "wide": sum(flag << bit for bit, flag in enumerate(wide)),
-        "whole_vectors": sum(flag << bit for bit, flag in enumerate(whole)),
-    }
+def _rewrite_demand(candidate: Candidate, point: Point, parts: int, launch: Launch, work: float) -> LaunchDemand:
+    """Every look-up takes a sector of L2; with a filter, a bit of it comes first, and resident blocks take steps."""
+    filter_bytes, moved = _filter_bytes(candidate), min(point["moved_percent"], 100) / 100
+    blocks, syncs = math.prod(launch.grid), float(_is_oracle(candidate))  # a warp alone waits for each of its loads
+    steps = -(-point["context"] // 32) if _is_oracle(candidate) else -(-parts // blocks)
+    elements = (point["requests"] * point["context"] + point["entries"]) / (blocks * steps)
+    tested = elements * TEST_BYTES if filter_bytes else 0.0
+    looked_up = elements * SECTOR_BYTES * (1 - (1 - moved) ** 2 if filter_bytes else 1)  # a bit is about two slots
+    return LaunchDemand(
+        launch.entry,
+        blocks,
+        steps,
+        2 if filter_bytes else 1,
+        step_mma_flop=0.0,
+        step_shared_bytes=tested,
+        step_gather_bytes=looked_up,
+        step_syncs=syncs,
+        block_bytes=work / blocks + filter_bytes,
+        dram_bytes=work,
+    )
 
 
-def _compaction(slots: int, rng: np.random.Generator) -> Array:
-    """A map (int32 [slots]) that moves half of the slots onto the other half, which stays: twice is as once."""
-    order = rng.permutation(slots).astype(np.int32)
+def _compaction(slots: int, percent: int, rng: np.random.Generator) -> Array:
+    """A map (int32 [slots]) that moves ``percent`` of one half of the slots onto the other half, which stays.
+
+    Twice is as once.
+    """
+    order, moved = rng.permutation(slots).astype(np.int32), slots // 2 * percent // 100
     slot_map = np.arange(slots, dtype=np.int32)
-    slot_map[order[: slots // 2]] = order[slots - slots // 2 :]
+    slot_map[order[:moved]] = order[slots - moved :]
     return slot_map
 
 
-def _exchange(slots: int, rng: np.random.Generator) -> Array:
-    """A map (int32 [slots], an even number) of slots that change places two and two: twice is as not at all."""
-    pairs = rng.permutation(slots).astype(np.int32).reshape(2, -1)
-    slot_map = np.empty(slots, np.int32)
+def _exchange(slots: int, percent: int, rng: np.random.Generator) -> Array:
+    """A map (int32 [slots], an even number) of which ``percent`` change places two and two: twice is as not at all."""
+    pairs = rng.permutation(slots).astype(np.int32).reshape(2, -1)[:, : slots // 2 * percent // 100]
+    slot_map = np.arange(slots, dtype=np.int32)
     slot_map[pairs] = pairs[::-1]
     return slot_map
 
@@ -253,74 +330,3 @@ def _exchange(slots: int, rng: np.random.Generator) -> Array:
 def _remapped(slot_map: Array, numbers: Array) -> Array:
     inside = (numbers >= 0) & (numbers < slot_map.size)
     return np.where(inside, slot_map[np.where(inside, numbers, 0)], numbers)
-
-
-def _extent(tensor: Any, dimension: int) -> int:
-    """A dimension of a tensor that may be left out, and whose other properties are checked later; 0 without one."""
-    shape: tuple[int, ...] = getattr(tensor, "shape", ())
-    return int(shape[dimension]) if dimension < len(shape) else 0
-
-
-class SlotRemapBinding(Binding):
-    """The tensors of a call: ``req_to_token`` with ``lengths``, a flat ``slot_list``, or both."""
-
-    rules = (
-        TensorRule("slot_map", ("int32",), ("slots",)),
-        TensorRule("lengths", SLOT_DTYPES, ("requests",), optional=True),
-        TensorRule("req_to_token", ("int32",), ("requests", "context"), optional=True, rows_apart=True, writable=True),
-        TensorRule("slot_list", SLOT_DTYPES, ("entries",), optional=True, writable=True),
-    )
-    options: ClassVar[tuple[str, ...]] = ()
-    plan_axes: ClassVar[tuple[str, ...]] = ("requests", "entries")
-
-    def __init__(self, capacity: Point) -> None:
-        self._capacity = capacity
-
-    def sizes(self, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Sizes:
-        """Requests and context of ``req_to_token``, entries of ``slot_list``, within the prepared capacity."""
-        if (tensors["req_to_token"] is None) != (tensors["lengths"] is None):
-            raise TensorError("lengths", "goes with req_to_token", seen="one of the two is missing")
-        requests, context = (_extent(tensors["req_to_token"], dimension) for dimension in (0, 1))
-        entries = _extent(tensors["slot_list"], 0)
-        for axis, name, size in (
-            ("requests", "req_to_token", requests),
-            ("context", "req_to_token", context),
-            ("entries", "slot_list", entries),
-        ):
-            if size > self._capacity[axis]:
-                seen = f"{size}, prepared for {self._capacity[axis]}"
-                raise TensorError(name, f"has too many {axis}", seen=seen)
-        return Sizes(
-            dimensions={"requests": requests, "context": context, "entries": entries},
-            point={"requests": requests, "context": context, "entries": entries},
-            extents={"requests": requests, "entries": entries},
-            is_empty=requests * context + entries == 0,
-        )
-
-    def scalars(self, tensors: Mapping[str, Any], sizes: Sizes, options: Mapping[str, Any]) -> dict[str, int | float]:
-        """Counts, strides, the widths of the tensors, and which of them are aligned."""
-        tokens, entries = tensors["req_to_token"], tensors["slot_list"]
-        stride = 0 if tokens is None else int(tokens.stride(0))
-        return _call_scalars(
-            row_stride=stride,
-            requests=sizes.dimensions["requests"],
-            slots=tensors["slot_map"].shape[0],
-            entries=sizes.dimensions["entries"],
-            wide=[tensor is not None and tensor.element_size() == 8 for tensor in map(tensors.get, WIDE_ARRAYS)],
-            whole=[
-                tokens is not None and tokens.data_ptr() % VECTOR_BYTES == 0 and stride * 4 % VECTOR_BYTES == 0,
-                entries is not None and entries.data_ptr() % VECTOR_BYTES == 0,
-            ],
-        )
-
-    def check_content(self, tensors: Mapping[str, Any], sizes: Sizes) -> None:
-        """Lengths must be within the rows, and the map within itself."""
-        slot_map, lengths = tensors["slot_map"], tensors["lengths"]
-        if slot_map.numel() and not 0 <= int(slot_map.min()) <= int(slot_map.max()) < slot_map.shape[0]:
-            seen = f"{int(slot_map.min())} to {int(slot_map.max())} for {slot_map.shape[0]} slots"
-            raise TensorError("slot_map", "points outside the pool", seen=seen)
-        if lengths is not None and lengths.numel():
-            context = sizes.dimensions["context"]
-            if not 0 <= int(lengths.min()) <= int(lengths.max()) <= context:
-                seen = f"{int(lengths.min())} to {int(lengths.max())} for rows of {context}"
-                raise TensorError("lengths", "are not those of rows", seen=seen)

@@ -14,7 +14,7 @@ KGEN_DEVICE void exact(const Params& params) {
   const int layer = block_index_y();
   if (layer >= params.layers) return;
   const int row_vectors = params.row_bytes / 16;
-  const int slice = ceil_div(row_vectors, params.slices), first = block_index_x() * slice;
+  const int slice = params.slice_vectors, first = block_index_x() * slice;
   const int width = first + slice <= row_vectors ? slice : row_vectors - first;
   if (width <= 0) return;
 

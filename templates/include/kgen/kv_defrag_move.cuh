@@ -7,50 +7,40 @@ namespace kgen::kv_defrag {
 
 // A block has its rows of one layer, and every `move_blocks`-th block of rows after it: the plan makes as many blocks as
 // there is work, up to a bound. So many short blocks keep memory busier than resident ones that loop, and walk through a
-// layer as a front. `kLanes` lanes share a row, of which each has `kVectors` in flight, in `kRows` rows at a time. What
-// a lane must know before it can load a row (slots, layer pointer, count, whether it was staged) is loaded at once.
+// layer as a front. `kLanes` lanes share a row, of which each has `kVectors` in flight. What a lane must know before it
+// can load a row (slots, layer pointer, count, whether it was staged) is loaded at once: the first rows' slots are
+// within the lists, whatever the count will be.
 template <typename Config>
 KGEN_DEVICE void move(const Params& params) {
-  constexpr int kLanes = Config::kLanes, kRows = Config::kRows, kVectors = Config::kVectors, kApart = 32 / kLanes;
-  constexpr int kWarpRows = kApart * kRows, kBlockRows = Config::kWarps * kWarpRows;
-  const int lane = thread_index() % 32, layer = block_index_y();
+  constexpr int kLanes = Config::kLanes, kVectors = Config::kVectors, kBlockRows = Config::kWarps * 32 / kLanes;
+  const int layer = block_index_y();
   if (layer >= params.layers) return;
   const Global<uint8_t> base = layer_base(params, layer);
-  const int count = move_count(params), in_block = thread_index() / 32 * kWarpRows + lane / kLanes;
-  for (int first = block_index_x() * kBlockRows; first < count; first += params.move_blocks * kBlockRows) {
-    Global<const uint8_t> sources[kRows];
-    Global<uint8_t> targets[kRows];
-    KGEN_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      const int index = first + in_block + r * kApart, listed = index < params.moves ? index : 0;
-      const Move move = load_move(params, listed);
-      const bool staged = params.stage_blocks > 0 && params.overlaps.load(listed);
-      const Global<uint8_t> source =
-          staged ? params.staging + staged_row(params, index, layer) : base + move.source * params.row_stride;
-      const bool moves = index < count && move.target != kNothing;
-      sources[r] = {source.pointer};
-      targets[r] = {moves ? (base + move.target * params.row_stride).pointer : nullptr};
-    }
-    for (int start = lane % kLanes * 16; start < params.row_bytes; start += kLanes * kVectors * 16) {
-      uint4v values[kRows][kVectors];
+  const int count = move_count(params);
+  int first = block_index_x() * kBlockRows;
+  do {
+    const int index = first + thread_index() / kLanes, listed = index < params.moves ? index : 0;
+    const Move move = load_move(params, listed);
+    const bool staged = params.stage_blocks > 0 && params.overlaps.load(listed);
+    const Global<uint8_t> source =
+        staged ? params.staging + staged_row(params, index, layer) : base + move.source * params.row_stride;
+    const Global<uint8_t> target = base + move.target * params.row_stride;
+    const int row_bytes = index < count && move.target != kNothing ? params.row_bytes : 0;
+    for (int start = thread_index() % kLanes * 16; start < row_bytes; start += kLanes * kVectors * 16) {
+      uint4v values[kVectors];
       KGEN_UNROLL
-      for (int r = 0; r < kRows; r++) {
-        KGEN_UNROLL
-        for (int k = 0; k < kVectors; k++) {
-          const int column = start + k * kLanes * 16;
-          if (targets[r] && column < params.row_bytes) values[r][k] = sources[r].template load_as<uint4v>(column);
-        }
+      for (int k = 0; k < kVectors; k++) {
+        const int column = start + k * kLanes * 16;
+        if (column < row_bytes) values[k] = source.template load_as<uint4v>(column);
       }
       KGEN_UNROLL
-      for (int r = 0; r < kRows; r++) {
-        KGEN_UNROLL
-        for (int k = 0; k < kVectors; k++) {
-          const int column = start + k * kLanes * 16;
-          if (targets[r] && column < params.row_bytes) targets[r].template store_as<uint4v>(column, values[r][k]);
-        }
+      for (int k = 0; k < kVectors; k++) {
+        const int column = start + k * kLanes * 16;
+        if (column < row_bytes) target.template store_as<uint4v>(column, values[k]);
       }
     }
-  }
+    first += params.move_blocks * kBlockRows;
+  } while (first < count);
 }
 
 }  // namespace kgen::kv_defrag

@@ -19,7 +19,7 @@ struct Params {
   int32_t slots;
   int32_t moves;
   int32_t wide_slots;
-  int32_t slices;
+  int32_t slice_vectors;
   int32_t move_blocks;
   int32_t stage_blocks;
 };
@@ -34,8 +34,6 @@ struct Move {
   int source;
   int target;
 };
-
-KGEN_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Slot `i` of a list, which is int32 or int64, or a negative number for what int32 does not hold. Without a branch, so
 // that many of these loads are in flight at once: the upper half of an int64 is loaded beside the lower one.
