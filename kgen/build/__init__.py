@@ -189,7 +189,7 @@ def _recipe(arch: str, toolchain: Toolchain) -> _Recipe:
 def _with_features(arch: str) -> str:
     """``arch`` with what its family alone has, warps that hand registers on for one: ``sm_90a``, ``sm_120f``.
 
-    Such cubins run on the same devices: there is no other 9.x, and ``f`` keeps to the later ones of a family (PTX ISA 8.8).
+    Such cubins run on the same devices: there is no other 9.x, and ``f`` means a family's later ones too (PTX ISA 8.8).
     """
     generation = int(re.sub(r"\D", "", arch)) // 10
     if not arch[-1].isdigit() or generation < 9:

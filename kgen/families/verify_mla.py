@@ -29,6 +29,7 @@ from kgen.families.verify_mla_binding import (
 )
 from kgen.families.verify_mla_problem import attend, draw_inputs, present, rows_within
 from kgen.families.verify_mla_tiling import (
+    COPY_REGISTERS,
     COPY_WARPS,
     PROBABILITY_PAD,
     Tiling,
@@ -159,6 +160,7 @@ class VerifyMla(Family):
         return shared | compiled | {
             "packet_floats": tiling.packet_floats,
             "copy_warps": tiling.copy_warps,
+            "copy_registers": COPY_REGISTERS,
             "warp_registers": tiling.warp_registers,
             "row_bytes": tiling.row_bytes,
             "probability_stride": tiling.tile_n + PROBABILITY_PAD,

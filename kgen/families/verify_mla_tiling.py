@@ -11,9 +11,7 @@ from kgen.targets import Target
 ROW_PAD_BYTES = 16  # shared rows of 1168 or 592 bytes: ldmatrix then touches every bank once
 PROBABILITY_PAD = 8  # elements after each row of P in shared memory, for the same reason
 COPY_WARPS = {"all": 0, "warp": 1, "group": 4}  # warps of a block that only copy, by who copies
-COPY_REGISTERS = (
-    24  # of a thread that only copies, once it has handed on the others: the least there are (PTX ISA, setmaxnreg)
-)
+COPY_REGISTERS = 24  # of a thread that only copies, once it has handed on the others: the least there are
 MOST_REGISTERS = 240  # of a thread that has taken some
 NAMED_BARRIERS = 15  # of a block, besides that of all its threads (PTX ISA, bar)
 REGISTER_SLACK = 16  # a candidate that leaves less for addresses, softmax state and the loop spills (nvcc 13.0)
@@ -60,7 +58,7 @@ class Tiling:
     def warp_registers(self) -> int:
         """Registers that a thread takes when copying warps hand theirs on; 0 where they do not.
 
-        ptxas gives every thread the most that lets `blocks_per_sm` blocks reside; an SM has 65536 (cc 9.0 and 12.0), and
+        ptxas gives every thread the most that lets ``blocks_per_sm`` blocks reside. An SM has 65536 (cc 9.0 and 12.0);
         they come by eights.
         """
         at_launch = 65536 // (self.threads * self.blocks_per_sm) // 8 * 8
@@ -147,7 +145,7 @@ class Tiling:
             "kv": self.stages * self.tile_n * self.row_bytes,
             "score": self.warps * self.senders * self.packet_floats * 4,
             "probability": self.tile_m * (self.tile_n + PROBABILITY_PAD) * 2,
-            "rescale": self.tile_m * 4,
+            "factor": self.tile_m * 4,
             "full": self.stages * (16 if self.copy_warps else 8),
         }
         offsets, at = {}, 0

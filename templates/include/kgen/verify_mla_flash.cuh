@@ -3,7 +3,7 @@
 // S = Q K^T. The warps that share rows hand each other the partial S of the rows that the other will soften, through
 // inboxes in shared memory; P (16 bits) meets there too. For O += P V a row group's warps own slices of the latent
 // columns instead. V is the first columns of the K rows. Row groups run apart, so that one multiplies while another
-// softens.
+// softens. The warps that multiply also copy the rows, or other warps do nothing else.
 #pragma once
 
 #include <kgen/reductions.cuh>
@@ -55,6 +55,7 @@ struct Tiling {
   static constexpr int kKeyBlocks = Config::kTileN / 16, kScoreBlocks = kScoreKeys / 16;
   static constexpr int kFillWarps = Config::kCopyWarps > 0 ? Config::kCopyWarps : kGroupWarps;
   static constexpr int kFillRows = Config::kTileN / kFillWarps;
+  static constexpr int kRingBarriers = Config::kStages * (Config::kCopyWarps > 0 ? 2 : 1);
 
   static_assert(kPacketFloats == Config::kPacketFloats, "the family and the kernel disagree");
   static_assert(kRowBytes == kDenseBytes + 16, "the family and the kernel disagree");
@@ -63,10 +64,10 @@ struct Tiling {
   static_assert(kHeadDim / 16 % Config::kKSplit == 0 && kOutColumns % 32 == 0, "whole mma tiles, 64 bytes a quad");
   static_assert(kScoreKeys % 16 == 0 && kFillRows * kFillWarps == Config::kTileN, "whole rows a warp");
   static_assert(Config::kStages >= 2, "a stage is refilled while the next is used");
-  static_assert(Config::kFullOffset + Config::kStages * (Config::kCopyWarps > 0 ? 16 : 8) <= Config::kSharedBytes, "barriers lie inside");
+  static_assert(Config::kFullOffset + kRingBarriers * 8 <= Config::kSharedBytes, "barriers lie inside");
 };
 
-// This lane, in the main loop. Where registers are scarce it is read anew each time, and so are the addresses made of it.
+// This lane, in the main loop. Where registers are scarce it is read anew each time, and what is made of it is made anew.
 template <typename Config>
 KGEN_DEVICE int step_lane() {
   if constexpr (Config::kWarpRegisters > 0) return lane_index();
@@ -84,19 +85,20 @@ KGEN_DEVICE void init_ring(uint32_t full) {
   mbarrier_init_fence();
 }
 
-// The ring of KV tiles. A stage is full when all its rows have landed. The row groups take turns in filling stages.
+// The ring of KV tiles. A stage is full when all its rows have landed. The row groups take turns in filling stages, or
+// copying warps fill all of them; those have a second barrier a stage, for when all other warps have left it.
 template <typename Config>
 struct KvRing {
   using T = Tiling<Config>;
   static constexpr int kLeft = 1 + Config::kRowGroups;  // the first stage's named barrier
-  static constexpr int kQueryLoaded = kLeft;  // of a block with warps that only copy
+  static constexpr int kQueryLoaded = kLeft;            // of a block with copying warps
   static constexpr int kFirst = (Config::kStages + Config::kRowGroups - 1) / Config::kRowGroups;
   const Params& params;
   const Request& request;
   int first_tile;
   int tiles;
   int group;
-  int warp;  // of the group
+  int warp;  // of those that fill a stage together
   uint32_t lane;
   uint32_t stages;
   uint32_t full;
@@ -112,7 +114,7 @@ struct KvRing {
     return key_place(params, request, key < request.keys() ? key : request.keys() - 1);
   }
 
-  // By all warps of one group.
+  // By the warps that fill a stage together.
   KGEN_DEVICE void fill(int stage, int place) const {
     const uint32_t rows = stages + (stage * Config::kTileN + warp * T::kFillRows) * T::kRowBytes;
     const uint32_t barrier = full + stage * 8;
@@ -160,10 +162,11 @@ struct KvRing {
   KGEN_DEVICE bool mine(int tile) const { return (tile & (Config::kRowGroups - 1)) == group; }
 
   // The other groups tell the one that refills that they have left. Of its own warps a later barrier tells it, which an
-  // eager refill does not have. Warps that only copy are told by all.
+  // eager refill does not have. Copying warps are told by every thread: where one arrives for its warp, racecheck takes the
+  // others' reads for unordered.
   KGEN_DEVICE void leave(int tile, int stage) const {
     if constexpr (Config::kCopyWarps > 0) {
-      mbarrier_arrive(full + (Config::kStages + stage) * 8);  // every thread: racecheck does not see one arrive for all
+      mbarrier_arrive(full + (Config::kStages + stage) * 8);
     } else if constexpr (Config::kRowGroups > 1) {
       if (refilled(tile) && !mine(tile)) named_barrier_arrive(kLeft + stage, T::kThreads);
     }
@@ -176,7 +179,7 @@ struct KvRing {
     fill(stage, place);
   }
 
-  // What the warps do that only copy: all tiles, each once every other warp has left its stage.
+  // All that a copying warp does.
   KGEN_DEVICE void copy_tiles() const {
     int stage = 0, parity = 1, next_place = place(0);
     for (int tile = 0; tile < tiles; tile++) {
@@ -303,7 +306,8 @@ struct ScoreExchange {
     KGEN_UNROLL
     for (int i = 0; i < T::kLaneKeys; i += 4) {
       const int key_part = i * 4 / T::kScoreKeys;
-      const int from = received + key_part * Config::kKSplit * T::kPacketFloats + (i - key_part * T::kScoreKeys / 4) * T::kOwnLanes;
+      const int from = received + key_part * Config::kKSplit * T::kPacketFloats +
+                       (i - key_part * T::kScoreKeys / 4) * T::kOwnLanes;
       float4v sum;
       if constexpr (T::kKeepsOwn) {
         sum = {own[i], own[i + 1], own[i + 2], own[i + 3]};
@@ -329,8 +333,8 @@ struct ScoreExchange {
 // This warp's partial S of one tile, 16 keys at a time, each sent as soon as it is whole. K fragments are fetched kAhead
 // uses ahead, from `key_address(lane)` on. `own` is this lane's share of what the warp keeps.
 template <typename Config, typename KeyAddress>
-KGEN_DEVICE void score_tile(const Query<Config>& query, const KeyAddress& key_address, const ScoreExchange<Config>& exchange,
-                            float (&own)[Tiling<Config>::kLaneKeys]) {
+KGEN_DEVICE void score_tile(const Query<Config>& query, const KeyAddress& key_address,
+                            const ScoreExchange<Config>& exchange, float (&own)[Tiling<Config>::kLaneKeys]) {
   using T = Tiling<Config>;
   using F = Fragments<typename Config::Element>;
   constexpr int kUses = T::kFetches * T::kScoreBlocks, kBuffers = T::kAhead + 1;
@@ -341,8 +345,8 @@ KGEN_DEVICE void score_tile(const Query<Config>& query, const KeyAddress& key_ad
     const int fetch = use + T::kAhead;
     if (fetch < kUses) {
       const int block = fetch / T::kFetches, at = fetch % T::kFetches;
-      // A fetch of which a step would lie behind the slice has the first one twice: there may be nothing in the row.
       if (at == 0) keys = key_address(step_lane<Config>()) + block * 16 * T::kRowBytes;
+      // A fetch of which a step would lie behind the slice has the first one twice: there may be nothing in the row.
       const uint32_t back = (at + 1) * T::kFetchSteps > T::kScoreK ? step_lane<Config>() / 8 % 2 * 16 : 0;
       ldmatrix_x4(k[fetch % kBuffers], keys + at * 32 - back);
     }
@@ -472,8 +476,6 @@ KGEN_DEVICE void tell_combine(const Params& params, const Item& item, int index,
   params.merges.template store_as<uint4v>((first_row + row) * 4, uint4v{first, stride, splits, 0});
 }
 
-constexpr int kCopyRegisters = 24;
-
 template <typename Config>
 KGEN_DEVICE void flash(const Params& params) {
   using T = Tiling<Config>;
@@ -486,9 +488,9 @@ KGEN_DEVICE void flash(const Params& params) {
   const Shared<uint8_t> kv = shared_array<uint8_t>(Config::kKvOffset, Config::kStages * Config::kTileN * T::kRowBytes);
   const Shared<uint32_t> probabilities =
       shared_array<uint32_t>(Config::kProbabilityOffset, Config::kTileM * T::kProbabilityStride / 2);
-  const Shared<float> rescales = shared_array<float>(Config::kRescaleOffset, Config::kTileM);
-  const uint32_t full = shared_array<uint64_t>(Config::kFullOffset, Config::kStages * (Config::kCopyWarps > 0 ? 2 : 1)).address();
-  ScoreExchange<Config> exchange(
+  const Shared<float> factors = shared_array<float>(Config::kFactorOffset, Config::kTileM);
+  const uint32_t full = shared_array<uint64_t>(Config::kFullOffset, T::kRingBarriers).address();
+  const ScoreExchange<Config> exchange(
       shared_array<float>(Config::kScoreOffset, Config::kWarps * T::kSenders * T::kPacketFloats), group, part, sharer);
   init_ring<Config>(full);
 
@@ -507,7 +509,7 @@ KGEN_DEVICE void flash(const Params& params) {
                             kv.address(), full};
   if constexpr (Config::kCopyWarps > 0) {
     if (warp >= Config::kWarps) {
-      if constexpr (Config::kWarpRegisters > 0) keep_registers<kCopyRegisters>();
+      if constexpr (Config::kWarpRegisters > 0) keep_registers<Config::kCopyRegisters>();
       block_sync();
       ring.copy_tiles();
       return;
@@ -534,7 +536,7 @@ KGEN_DEVICE void flash(const Params& params) {
   }
   Softmax<Config> softmax{-infinity(), 0};
 
-  // Parts of a lane's shared addresses, worked out anew in each step: registers are dearer there.
+  // Where in a tile of K or V, and of P, a lane's rows of ldmatrix are.
   const auto key_place = [&](int lane) -> uint32_t {
     const int key_row = key_part * T::kScoreKeys + lane % 8 + lane / 16 * 8;
     return key_row * T::kRowBytes + score_column * T::kElementBytes + lane / 8 % 2 * 16;
@@ -545,7 +547,7 @@ KGEN_DEVICE void flash(const Params& params) {
   const auto probability_address = [&](int lane) -> uint32_t {
     return probabilities.address(T::probability_row(group, lane % 16 / 8, lane % 8)) + lane / 16 * 16;
   };
-  const int own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
+  const int first_own = part * T::kScoreRows + sharer * T::kOwnRows;  // of the group's rows
   const bool owns = lane < T::kOwnLanes;  // with less than 8 rows a warp, the other lanes repeat these
 
   int stage = 0, parity = 0, last_stage = 0, next_place = 0;
@@ -563,20 +565,21 @@ KGEN_DEVICE void flash(const Params& params) {
     for (int i = 0; i < T::kLaneKeys; i++) weights[i] *= params.scale_log2;
     const int first_key = (first_tile + tile) * Config::kTileN;
     if (first_key + Config::kTileN > request.prefix) {
-      const int lane = step_lane<Config>(), own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
+      const int lane = step_lane<Config>();
+      const int own_row = group * T::kGroupRows + first_own + lane / 4 % T::kOwnRows;
       const int row = own_row < rows ? own_row : rows - 1;
       mask_scores<Config>(params, request, lane, divide(tile_row + row, params.heads), first_key, weights);
     }
     const float rescale = softmax.fold(weights);
     const int lane_now = step_lane<Config>();
     if (owns) {
-      const int own = part * T::kScoreRows + sharer * T::kOwnRows + lane_now / 4 % T::kOwnRows;
-      const int at = T::probability_row(group, own / 8, own % 8) + lane_now % 4;
+      const int row = first_own + lane_now / 4 % T::kOwnRows;
+      const int at = T::probability_row(group, row / 8, row % 8) + lane_now % 4;
       KGEN_UNROLL
       for (int i = 0; i < T::kLaneKeys; i += 2) {
         probabilities.store(at + i * 2, F::pack(weights[i], weights[i + 1]));  // where key(i) is
       }
-      probabilities.template store_as<float>(at + Config::kTileN / 2, rescale);
+      probabilities.template store_as<float>(at + Config::kTileN / 2, rescale);  // behind the row
     }
     const uint32_t probabilities_at = probability_address(lane_now);
     ValueTile<Config> value_tile(keys + value_place(lane_now));
@@ -594,8 +597,9 @@ KGEN_DEVICE void flash(const Params& params) {
   // Normalise: the warps that own a row hand kv_scale / total to those that own its columns.
   named_barrier_sync(1 + group, T::kGroupWarps * 32);
   const float total = lanes_sum<4>(softmax.total);
+  const int own_row = group * T::kGroupRows + first_own + lane / 4 % T::kOwnRows;
   if (owns && lane % 4 == 0) {
-    rescales.store(own_row, total == 0 ? 0 : params.kv_scale / total);
+    factors.store(own_row, total == 0 ? 0 : params.kv_scale / total);
     const float lse = total == 0 ? -infinity() : softmax.base + log2_approx(total);
     if (own_row < rows) {
       if (item.splits > 1) {
@@ -609,7 +613,7 @@ KGEN_DEVICE void flash(const Params& params) {
   const int64_t item_row = static_cast<int64_t>(block_index_x()) * Config::kTileM;
   const Global<bf16> out = item.splits > 1 ? params.partial_out + item_row * Config::kLatent
                                            : params.out + first_row * Config::kLatent;
-  store_output<Config>(out, rescales, group * T::kGroupRows, rows, group_warp * T::kOutColumns, o);
+  store_output<Config>(out, factors, group * T::kGroupRows, rows, group_warp * T::kOutColumns, o);
 }
 
 }  // namespace kgen::verify_mla
