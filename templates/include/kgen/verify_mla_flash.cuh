@@ -547,7 +547,7 @@ KGEN_DEVICE void flash(const Params& params) {
   const auto probability_address = [&](int lane) -> uint32_t {
     return probabilities.address(T::probability_row(group, lane % 16 / 8, lane % 8)) + lane / 16 * 16;
   };
-  const int first_own = part * T::kScoreRows + sharer * T::kOwnRows;  // of the group's rows
+  const int own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
   const bool owns = lane < T::kOwnLanes;  // with less than 8 rows a warp, the other lanes repeat these
 
   int stage = 0, parity = 0, last_stage = 0, next_place = 0;
@@ -566,14 +566,14 @@ KGEN_DEVICE void flash(const Params& params) {
     const int first_key = (first_tile + tile) * Config::kTileN;
     if (first_key + Config::kTileN > request.prefix) {
       const int lane = step_lane<Config>();
-      const int own_row = group * T::kGroupRows + first_own + lane / 4 % T::kOwnRows;
+      const int own_row = score_row + sharer * T::kOwnRows + lane / 4 % T::kOwnRows;
       const int row = own_row < rows ? own_row : rows - 1;
       mask_scores<Config>(params, request, lane, divide(tile_row + row, params.heads), first_key, weights);
     }
     const float rescale = softmax.fold(weights);
     const int lane_now = step_lane<Config>();
     if (owns) {
-      const int row = first_own + lane_now / 4 % T::kOwnRows;
+      const int row = part * T::kScoreRows + sharer * T::kOwnRows + lane_now / 4 % T::kOwnRows;  // of the group's
       const int at = T::probability_row(group, row / 8, row % 8) + lane_now % 4;
       KGEN_UNROLL
       for (int i = 0; i < T::kLaneKeys; i += 2) {
@@ -597,7 +597,6 @@ KGEN_DEVICE void flash(const Params& params) {
   // Normalise: the warps that own a row hand kv_scale / total to those that own its columns.
   named_barrier_sync(1 + group, T::kGroupWarps * 32);
   const float total = lanes_sum<4>(softmax.total);
-  const int own_row = group * T::kGroupRows + first_own + lane / 4 % T::kOwnRows;
   if (owns && lane % 4 == 0) {
     factors.store(own_row, total == 0 ? 0 : params.kv_scale / total);
     const float lse = total == 0 ? -infinity() : softmax.base + log2_approx(total);
