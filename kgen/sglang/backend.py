@@ -214,6 +214,13 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         extras = {"sinks": sinks, "score_mod": score_mod, "aux_tensors": aux_tensors}
         if self._attention is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **extras)
+        return self._extend(q, k, v, layer, forward_batch, save_kv_cache, extras)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool, extras: Mapping[str, Any]
+    ) -> Any:
+        """Run on kgen or leave to SGLang. Never traced: a trace takes what the host asks of a batch for constants."""
         reason = self._not_ours(k, v, layer, forward_batch, extras, save_kv_cache)
         if not reason:
             if k is not None and save_kv_cache:
@@ -265,7 +272,6 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             reason = "scaled or fp8 draft rows that are not in the pool"
         return reason
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend(self, q: Any, k: Any, layer: Any, forward_batch: Any) -> Any:
         """[rows of q, heads * latent]; rows beyond the batch's tokens, which SGLang pads with, stay unwritten."""
         assert self._attention is not None
