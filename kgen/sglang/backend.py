@@ -25,7 +25,7 @@ from kgen.sglang.capture import WorkloadCapture
 from kgen.sglang.metrics import metrics_of_server
 from kgen.sglang.suitable import KV_DTYPES, kv_scale, unsuitable_layer, unsuitable_server
 from kgen.sglang.tally import VERIFY, Answers, Tally
-from kgen.sglang.tree_bits import copy_tree_part, pack_words
+from kgen.sglang.tree_bits import compile_for, copy_tree_part, pack_words
 
 KIND = "attention"
 
@@ -75,6 +75,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         self._tree = torch.ones(batch * nodes * nodes, dtype=torch.uint8, device=self.device)
         self._words = torch.zeros(batch * nodes * mask_words(nodes), dtype=torch.int32, device=self.device)
         self._chain = torch.ones(nodes, nodes, dtype=torch.uint8, device=self.device).tril()
+        compile_for(self._tree, self._words, mask_indptr=self.mask_indptr, kv_indptr=self.kv_indptr, nodes=nodes)
         self._capture = WorkloadCapture.from_environment(attention.layout_name)
         self._verify_mask = self._own_verify_mask(batch)
         return attention
