@@ -62,33 +62,18 @@ def keep_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VerifyAttention, "begin_forward", lambda _: None)
 
 
-def disturb(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention is off by a hundredth of each row's length."""
-    call, generator = VerifyAttention.__call__, torch.Generator().manual_seed(1)
-
-    def disturbed(self: Any, **arguments: Any) -> None:
-        call(self, **arguments)
-        out = arguments["out"]
-        noise = torch.randn(out.shape, generator=generator)
-        out += 0.01 * noise / noise.norm(dim=-1, keepdim=True) * out.float().norm(dim=-1, keepdim=True)
-
-    monkeypatch.setattr(VerifyAttention, "__call__", disturbed)
-
-
 def test_all_decode_what_float32_attention_does(tokens: Callable[[], dict[str, Any]]) -> None:
     found = tokens()
     assert not found["faults"]
-    assert found["identical"]
-    assert found["tokens_a_step"]["kgen"] > 1.5
-    assert min(found["distinct_tokens"]) > 12
+    assert found["agreed_tokens"]["kgen"] >= 20
+    assert found["distinct_tokens"] > 15
 
 
-@pytest.mark.parametrize("plant", [leave_a_row, flip_a_bit, keep_the_schedule, disturb])
+@pytest.mark.parametrize("plant", [leave_a_row, flip_a_bit, keep_the_schedule])
 def test_a_fault_changes_tokens(
     tokens: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, plant: Plant
 ) -> None:
     plant(monkeypatch)
     found = tokens()
-    assert not found["identical"]
     assert any(fault.startswith("kgen: ") for fault in found["faults"])
     assert not any(fault.startswith("stock: ") for fault in found["faults"])
