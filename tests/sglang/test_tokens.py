@@ -17,7 +17,6 @@ from sglang_tokens import drawn
 from untuned_pack import untuned_pack
 
 from kgen.sglang import backend, plugin
-from kgen.sglang.attend import VerifyAttention
 from kgen.sglang.kv_moves import KvMoves
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -47,19 +46,14 @@ def leave_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flip_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One node of a forward does not see its root."""
+    """The first child of each root does not see it."""
     pack_words = backend.pack_words
 
     def flipped(tree: Any, words: torch.Tensor, *, nodes: int) -> None:
         pack_words(tree, words, nodes=nodes)
-        words[1:2] ^= 1
+        words[1::nodes] ^= 1
 
     monkeypatch.setattr(backend, "pack_words", flipped)
-
-
-def keep_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward takes the schedule of the one before."""
-    monkeypatch.setattr(VerifyAttention, "begin_forward", lambda _: None)
 
 
 def test_all_decode_what_float32_attention_does(tokens: Callable[[], dict[str, Any]]) -> None:
@@ -69,11 +63,11 @@ def test_all_decode_what_float32_attention_does(tokens: Callable[[], dict[str, A
     assert found["distinct_tokens"] > 15
 
 
-@pytest.mark.parametrize("plant", [leave_a_row, flip_a_bit, keep_the_schedule])
+@pytest.mark.parametrize("plant", [leave_a_row, flip_a_bit])
 def test_a_fault_changes_tokens(
     tokens: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, plant: Plant
 ) -> None:
     plant(monkeypatch)
     found = tokens()
-    assert any(fault.startswith("kgen: ") for fault in found["faults"])
+    assert found["agreed_tokens"]["kgen"] < found["agreed_tokens"]["stock"]
     assert not any(fault.startswith("stock: ") for fault in found["faults"])
