@@ -32,7 +32,8 @@ def test_a_compiled_forward_counts_and_computes_each_time(tally: Tally, cap: flo
 
         def forward(step: harness.Step) -> torch.Tensor:
             first = layers[0](step.q, step.k, step.v, step.batch)
-            return layers[1](step.q + first.mean() / 8, step.k, step.v, step.batch)
+            second: torch.Tensor = layers[1](step.q + first.mean() / 8, step.k, step.v, step.batch)
+            return second
 
         compiled = torch.compile(forward, backend="eager")
         tally.ran.clear()

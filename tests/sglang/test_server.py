@@ -52,7 +52,8 @@ def write_model(folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def normal(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * gain / columns**0.5).to(torch.bfloat16)
+        values: torch.Tensor = torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)
+        return torch.as_tensor(values, dtype=torch.bfloat16)
 
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ from sglang_server import STOCK_MOVE
 from sglang_tokens import drawn
 from untuned_pack import untuned_pack
 
-from kgen.sglang import backend, plugin
+from kgen.sglang import backend, plugin, tree_bits
 from kgen.sglang.kv_moves import KvMoves
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -47,10 +47,9 @@ def leave_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def flip_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first child of each root does not see it."""
-    pack_words = backend.pack_words
 
     def flipped(tree: Any, words: torch.Tensor, *, nodes: int) -> None:
-        pack_words(tree, words, nodes=nodes)
+        tree_bits.pack_words(tree, words, nodes=nodes)
         words[1::nodes] ^= 1
 
     monkeypatch.setattr(backend, "pack_words", flipped)
