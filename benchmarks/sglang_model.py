@@ -58,18 +58,18 @@ class Sizes:
     layers: int = 3
 
 
-def random_weights(sizes: Sizes, seed: int, device: str) -> Weights:
-    """Every entry normal, scaled by the square root of what it is summed over."""
+def random_weights(sizes: Sizes, seed: int, device: str, sharpness: float = 1.0) -> Weights:
+    """Every entry normal, scaled by the square root of what it is summed over; queries ``sharpness`` times as long."""
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator, device=device) / math.sqrt(shape[-2])
+    def normal(*shape: int, gain: float = 1.0) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, device=device) * gain / math.sqrt(shape[-2])
         return values.to(torch.bfloat16)
 
     hidden, heads, inner = sizes.hidden, sizes.heads, sizes.inner
     layers = tuple(
         LayerWeights(
-            q=normal(hidden, heads * (NOPE + ROPE)),
+            q=normal(hidden, heads * (NOPE + ROPE), gain=sharpness),
             kv=normal(hidden, LATENT + ROPE),
             key_up=normal(heads, NOPE, LATENT),
             value_up=normal(heads, LATENT, VALUE),

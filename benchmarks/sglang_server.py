@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +28,9 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 LATENT, ROPE = 512, 64
 SCALE = 192**-0.5
 
-STOCK_MOVE = MLATokenToKVPool.move_kv_cache
-"""SGLang's own method: import this module before plug-ins are loaded, which put a hook around it."""
+STOCK_MOVE = partial(MLATokenToKVPool.move_kv_cache)
+"""SGLang's own method: import this module before plug-ins are loaded. Their hooks replace the method wherever a module
+has it under a name, so that only what holds it otherwise keeps it."""
 
 _parallel = get_parallel().override(attn_tp_size=1, attn_dcp_rank=0)
 _parallel.__enter__()

@@ -58,12 +58,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """There is nothing to run."""
 
 
-def _stand_in() -> list[str]:
+def stand_in(packages: Sequence[str]) -> list[str]:
     """Put stand-ins where packages are missing; their names."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     sys.meta_path.append(_Finder(missing))
     return missing
 
 
-STOOD_IN = _stand_in()
+STOOD_IN = stand_in(PACKAGES)
 """What is stood in for here."""

@@ -1,95 +1,41 @@
-"""Tree speculative decoding of two small models on each backend, tokens compared: a part of `sglang_h200.py`."""
+"""Greedy tree speculative decoding of small models on each backend, tokens compared: a part of `sglang_h200.py`.
+
+recalling: a model whose weights are set so that its text is known beforehand. random: a model whose weights are all
+drawn; float32 attention decodes its texts first, and a backend may part from them only where two logits are a near tie.
+near ties: a model of random weights judged node by node (`sglang_near_ties`).
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import MethodType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang_graphs import VerifyGraphs
+from sglang_decoding import decode
 from sglang_model import Sizes, TinyMla, random_weights, recalling_weights
+from sglang_near_ties import near_ties
 from sglang_replays import fill_slots
-from sglang_server import LATENT, STOCK_MOVE, active, backends, serving
-from sglang_speculation import Request, Speculation, Tree, accept_greedily
+from sglang_server import serving
+from sglang_speculation import Accept, Request, Speculation, Tree, accept_greedily
 
+SHARPNESS = 8.0
+"""What the random model multiplies its queries by: a head looks at few tokens, and each of them matters."""
+DECIDED = 0.15
+"""A token whose logit leads by so much is decided: backends differ by less (0.03 on an H200, logits being about 1)."""
 
-class ExactBackend(TritonAttnBackend):  # type: ignore[misc]
-    """Verify in float32 torch: the judge where the two backends' tokens differ."""
-
-    def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:
-        if not forward_batch.forward_mode.is_target_verify():
-            return super().forward_extend(q, k, v, layer, forward_batch)
-        pool, table = self.token_to_kv_pool.get_key_buffer(layer.layer_id), self.req_to_token
-        pool[forward_batch.out_cache_loc] = k
-        nodes = q.shape[0] // forward_batch.batch_size
-        mask, start, outputs = forward_batch.spec_info.custom_mask, 0, []
-        for index, prefix in enumerate(forward_batch.seq_lens_cpu.tolist()):
-            cells = nodes * (prefix + nodes)
-            seen = mask[start : start + cells].view(nodes, prefix + nodes)
-            start += cells
-            slots = table[forward_batch.req_pool_indices[index], : prefix + nodes].long()
-            keys = pool[slots, 0].float()
-            score = torch.einsum("nhd,kd->hnk", q[index * nodes : (index + 1) * nodes].float(), keys) * layer.scaling
-            weight = score.masked_fill(~seen, -torch.inf).softmax(-1)
-            outputs.append(torch.einsum("hnk,kd->nhd", weight, keys[:, :LATENT]).flatten(1))
-        return torch.cat(outputs).to(q.dtype)
-
-
-class Eager:
-    """A verify without a graph."""
-
-    def __init__(self, backend: Any, model: Any) -> None:
-        self._backend, self._model = backend, model
-
-    def __call__(self, batch: Any) -> Any:
-        with active(self._backend):
-            self._backend.init_forward_metadata(batch)
-            return self._model(batch)
-
-
-@contextmanager
-def moves_of(name: str, runner: Any) -> Iterator[None]:
-    """Kgen's hook is around the pool's method; the others take the method from before."""
-    pool = runner.token_to_kv_pool
-    if name != "kgen":
-        pool.move_kv_cache = MethodType(STOCK_MOVE, pool)
-    try:
-        yield
-    finally:
-        vars(pool).pop("move_kv_cache", None)
-
-
-def decode(
-    name: str, runner: Any, model: Any, speculation: Speculation, *, nodes: int, steps: int, seed: int, sizes: list[int]
-) -> tuple[list[tuple[Any, Any]], Any]:
-    """The verify steps of one backend from an empty pool: what each step said, and the backend."""
-    torch.manual_seed(seed)
-    for layer in runner.token_to_kv_pool.kv_buffer:
-        layer.zero_()
-    exact = name == "exact"
-    backend = ExactBackend(runner) if exact else backends(runner)[name]
-    with moves_of(name, runner):
-        forward: Callable[[Any], Any] = (
-            Eager(backend, model) if exact else VerifyGraphs(runner, backend, model, nodes=nodes, sizes=sizes)
-        )
-        speculation.prefill(backend, model)
-        random = np.random.default_rng(seed)
-        said = [speculation.step(forward, random) for _ in range(steps)]
-    return said, backend
+Expected = Callable[[int, int], tuple[int, bool] | None]
+"""The token that a request's row makes at a place, and whether it is decided; None where that is not known."""
 
 
 def tokens_part(options: argparse.Namespace) -> dict[str, Any]:
-    """Both models."""
-    return {"recalling": recalling(options), "random": forced(options)}
+    """All three models."""
+    return {"recalling": recalling(options), "random": drawn(options), "near ties": near_ties(options)}
 
 
 def recalling(options: argparse.Namespace) -> dict[str, Any]:
-    """Greedy decoding that is known beforehand: each backend on its own, drafts accepted as the model says."""
+    """A model that goes on as its text went on before."""
     small, device = options.small, options.device
     sizes = Sizes(vocabulary=256 if small else 16384, inner=64 if small else 4096, heads=8 if small else 16, layers=2)
     nodes, steps = (5, 4) if small else (32, options.steps or 300)
@@ -99,138 +45,115 @@ def recalling(options: argparse.Namespace) -> dict[str, Any]:
     texts = [random.permutation(sizes.vocabulary)[:length].tolist() for length in lengths]
     starts = [int(random.integers(1, length // 2)) for length in lengths]
 
-    def continued(row: int, place: int) -> int:
+    def expected(row: int, place: int) -> tuple[int, bool]:
         text, start = texts[row - 1], starts[row - 1]
-        return int(text[start + (place - start) % (len(text) - start)])
+        return int(text[start + (place + 1) % (len(text) - start)]), True
 
-    made: dict[str, list[list[int]]] = {}
-    accepted: dict[str, float] = {}
+    prompts = [[*text, text[start]] for text, start in zip(texts, starts, strict=True)]
+    model = TinyMla(sizes, recalling_weights(sizes, options.seed, device), context, device)
     with serving(
         nodes=nodes, heads=sizes.heads, max_bs=len(lengths) + 1, context=context, layers=2, device=device
     ) as runner:
         fill_slots(runner, torch.Generator(device).manual_seed(options.seed))
-        model = TinyMla(sizes, recalling_weights(sizes, options.seed, device), context, device)
-        for name in ("kgen", "stock"):
-            requests = [
-                Request(row, [*text, text[start]])
-                for row, (text, start) in enumerate(zip(texts, starts, strict=True), 1)
-            ]
-            drafts = np.random.default_rng(options.seed)
+        return compared(runner, model, prompts, expected, nodes=nodes, steps=steps, seed=options.seed)
 
-            def draft(request: Request, tree: Tree, drafts: Any = drafts) -> np.ndarray:
-                tokens = drafts.integers(sizes.vocabulary, size=nodes)
-                tokens[0], right = request.text[-1], 0
-                done = len(request.made)
-                for node in range(1, nodes):  # one child of the right path's end is right, mostly
-                    if tree.parents[node] == right and drafts.random() < 0.7:
-                        right = node
-                        tokens[node] = continued(request.row, starts[request.row - 1] + done + tree.depths[node])
-                return tokens
 
-            speculation = Speculation(runner, requests, nodes, draft, accept_greedily)
-            _, backend = decode(
-                name, runner, model, speculation, nodes=nodes, steps=steps, seed=options.seed,
-                sizes=[1, 2, 4] if len(lengths) > 2 else [1, 2],
-            )  # fmt: skip
-            made[name] = [request.made for request in requests]
-            accepted[name] = sum(map(len, made[name])) / steps / len(lengths)
-            counted = dict(backend.tally.ran) if name == "kgen" else {}
-            if name == "kgen":
-                faults = [f"left to SGLang: {key}" for key in backend.tally.left if "extend" not in key[1]]
-                moves = counted.get("a KV move", 0)
-                faults += [] if moves == steps else [f"{moves} moves counted of {steps}"]
-                backend.tally.ran.clear()
-                backend.tally.left.clear()
-    wrong = {
-        name: sum(
-            token != continued(row, starts[row - 1] + 1 + place)
-            for row, tokens in enumerate(found, 1)
-            for place, token in enumerate(tokens)
-        )
-        for name, found in made.items()
-    }
-    if made["kgen"] != made["stock"]:
-        faults.append("kgen and stock decoded other tokens")
-    faults += [f"{name}: {count} tokens are not what the text goes on with" for name, count in wrong.items() if count]
+def drawn(options: argparse.Namespace) -> dict[str, Any]:
+    """A model of random weights over random prompts."""
+    small, device = options.small, options.device
+    sizes = Sizes(vocabulary=256, hidden=128, inner=64, heads=8, layers=2) if small else Sizes()
+    nodes, steps, known = (5, 6, 12) if small else (16, options.steps or 40, 100)
+    lengths = (9, 14) if small else range(200, 2200, 250)
+    context = max(lengths) + max(known, steps * nodes) + nodes
+    random = np.random.default_rng(options.seed)
+    prompts = [random.integers(sizes.vocabulary, size=length).tolist() for length in lengths]
+    model = TinyMla(sizes, random_weights(sizes, options.seed, device, SHARPNESS), context, device)
+    with serving(
+        nodes=nodes, heads=sizes.heads, max_bs=len(lengths) + 1, context=context, layers=sizes.layers, device=device
+    ) as runner:
+        fill_slots(runner, torch.Generator(device).manual_seed(options.seed))
+        texts, leads = decoded_in_float32(runner, model, prompts, nodes=nodes, steps=known, seed=options.seed)
+
+        def expected(row: int, place: int) -> tuple[int, bool] | None:
+            return (texts[row - 1][place], leads[row - 1][place] >= DECIDED) if place < known else None
+
+        report = compared(runner, model, prompts, expected, nodes=nodes, steps=steps, seed=options.seed)
+    return report | {"distinct_tokens": len(set().union(*texts)), "median_lead": float(np.median(leads))}
+
+
+def decoded_in_float32(
+    runner: Any, model: TinyMla, prompts: Sequence[list[int]], *, nodes: int, steps: int, seed: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """What float32 attention goes on with, a token a step, and by how much each token's logit leads."""
+
+    def only_the_root(_: Tree, __: np.ndarray, said: np.ndarray) -> tuple[list[int], int]:
+        return [0], int(said[0])
+
+    texts, said, _ = decoded(
+        "exact", runner, model, prompts, lambda *_: None, nodes=nodes, steps=steps, seed=seed, accept=only_the_root
+    )
+    first, second = torch.stack([logits[:, 0] for logits, _ in said], 1).unbind(-1)  # each [requests, steps]
+    return texts, (first - second).tolist()
+
+
+def compared(
+    runner: Any, model: TinyMla, prompts: Sequence[list[int]], expected: Expected, *, nodes: int, steps: int, seed: int
+) -> dict[str, Any]:
+    """Both backends on their own, with drafts that are mostly right: the same tokens, and those that are expected."""
+    made: dict[str, list[list[int]]] = {}
+    agreed: dict[str, int] = {}
+    faults: list[str] = []
+    for name in ("kgen", "stock"):
+        made[name], _, backend = decoded(name, runner, model, prompts, expected, nodes=nodes, steps=steps, seed=seed)
+        places = [agreeing(row, tokens, expected) for row, tokens in enumerate(made[name], 1)]
+        agreed[name] = sum(count for count, _ in places)
+        wrong = [row for row, (_, parts_decided) in enumerate(places, 1) if parts_decided]
+        faults += [f"{name}: requests {wrong} go on with other tokens than their texts"] if wrong else []
+        if name == "kgen":
+            faults += [f"left to SGLang: {key}" for key in backend.tally.left if "extend" not in key[1]]
+            moves = backend.tally.ran["a KV move"]
+            faults += [] if moves == steps else [f"{moves} moves counted of {steps}"]
+            backend.tally.ran.clear()
+            backend.tally.left.clear()
     return {
         "steps": steps,
-        "requests": len(lengths),
-        "prefixes": lengths,
+        "requests": len(prompts),
+        "prompts": [len(prompt) for prompt in prompts],
         "nodes": nodes,
-        "tokens": sum(map(len, made["kgen"])),
-        "tokens_a_step": accepted,
+        "agreed_tokens": agreed,
+        "tokens_a_step": {name: sum(map(len, texts)) / steps / len(prompts) for name, texts in made.items()},
         "identical": made["kgen"] == made["stock"],
         "faults": faults,
     }
 
 
-def forced(options: argparse.Namespace) -> dict[str, Any]:
-    """A random model over random text: what each backend says at every node, and float32 attention as the judge."""
-    small, device = options.small, options.device
-    sizes = Sizes(vocabulary=256, hidden=128, inner=64, heads=8, layers=2) if small else Sizes()
-    nodes, steps, count = (5, 2, 2) if small else (16, options.steps or 200, 4)
-    length = 9 if small else 600
-    context = length + count + (steps + 1) * nodes
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    with serving(
-        nodes=nodes, heads=sizes.heads, max_bs=count, context=context, layers=sizes.layers, device=device
-    ) as runner:
-        fill_slots(runner, torch.Generator(device).manual_seed(options.seed))
-        model = TinyMla(sizes, random_weights(sizes, options.seed, device), context, device)
-        for name in ("kgen", "stock", "exact"):
-            random = np.random.default_rng(options.seed)
-            requests = [
-                Request(row, random.integers(sizes.vocabulary, size=length + row).tolist())
-                for row in range(1, count + 1)
-            ]
-
-            def draft(request: Request, _: Tree, random: Any = random) -> np.ndarray:
-                tokens = random.integers(sizes.vocabulary, size=nodes)
-                tokens[0] = request.text[-1]
-                return tokens
-
-            def accept(tree: Tree, _: Any, __: Any, random: Any = random) -> tuple[list[int], int]:
-                path = [int(random.integers(nodes))]
-                while path[0]:
-                    path.insert(0, int(tree.parents[path[0]]))
-                return path, int(random.integers(sizes.vocabulary))  # the text is the same for all backends
-
-            speculation = Speculation(runner, requests, nodes, draft, accept)
-            said, backend = decode(
-                name, runner, model, speculation, nodes=nodes, steps=steps, seed=options.seed, sizes=[count]
-            )
-            found[name] = torch.stack([logits for logits, _ in said]), torch.stack([tokens for _, tokens in said])
-            if name == "kgen":
-                backend.tally.ran.clear()
-                backend.tally.left.clear()
-    return judge(found)
+def agreeing(row: int, tokens: Sequence[int], expected: Expected) -> tuple[int, bool]:
+    """How many tokens are as expected, as far as that is known, and whether they part at a decided one."""
+    for place, token in enumerate(tokens):
+        known = expected(row, place)
+        if known is None or known[0] != token:
+            return place, known is not None and known[1]
+    return len(tokens), False
 
 
-def judge(found: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-    """Where tokens differ, and whether the logits there are closer than the backends' differences are."""
-    exact_logits = found["exact"][0]
-    margin = exact_logits[..., 0] - exact_logits[..., 1]
-    report: dict[str, Any] = {
-        "nodes": margin.numel(),
-        "median_margin": float(margin.median()),
-        "faults": [],
-    }
-    pairs = {"kgen, stock": ("kgen", "stock"), "kgen, exact": ("kgen", "exact"), "stock, exact": ("stock", "exact")}
-    for pair, (one, other) in pairs.items():
-        logits, tokens = found[one]
-        other_logits, other_tokens = found[other]
-        same = tokens[..., 0] == other_tokens[..., 0]
-        noise = (logits[..., 0] - other_logits[..., 0])[same].abs()
-        # Two values that move by the noise each swap only if they are closer than twice the noise.
-        apart = margin[~same]
-        report[pair] = {
-            "differ": int((~same).sum()),
-            "noise_median": float(noise.median()),
-            "noise_largest": float(noise.max()),
-            "largest_margin_where_they_differ": float(apart.max()) if len(apart) else 0.0,
-        }
-        if not bool(logits.isfinite().all()):
-            report["faults"].append(f"{one}: not all logits are finite")
-        if len(apart) and float(apart.max()) > 2 * float(noise.max()):
-            report["faults"].append(f"{pair}: tokens differ at a margin of {float(apart.max()):.3f}")
-    return report
+def decoded(
+    name: str, runner: Any, model: TinyMla, prompts: Sequence[list[int]], expected: Expected, *, nodes: int, steps: int,
+    seed: int, accept: Accept = accept_greedily,
+) -> tuple[list[list[int]], list[tuple[Any, Any]], Any]:  # fmt: skip
+    """What each request makes in so many steps of one backend, what each step said, and the backend."""
+    requests = [Request(row, list(prompt)) for row, prompt in enumerate(prompts, 1)]
+    drafts = np.random.default_rng(seed)
+
+    def draft(request: Request, tree: Tree) -> np.ndarray:
+        tokens = drafts.integers(model.sizes.vocabulary, size=nodes)
+        tokens[0], right = request.text[-1], 0
+        for node in range(1, nodes):  # one child of the right path's end is right, mostly
+            follows = expected(request.row, len(request.made) + tree.depths[node] - 1)
+            if tree.parents[node] == right and drafts.random() < 0.7 and follows is not None:
+                right, tokens[node] = node, follows[0]
+        return tokens
+
+    speculation = Speculation(runner, requests, nodes, draft, accept)
+    sizes = sorted({1, 2, len(prompts) + 1})  # one of padding
+    said, backend = decode(name, runner, model, speculation, nodes=nodes, steps=steps, seed=seed, sizes=sizes)
+    return [request.made for request in requests], said, backend

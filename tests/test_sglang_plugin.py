@@ -23,7 +23,6 @@ from kgen.resources import GENERATED
 from kgen.sglang import agreement, plugin
 from kgen.sglang.agreement import check_agreement, described
 from kgen.sglang.capture import WorkloadCapture
-from kgen.sglang.kv_moves import KvMoves
 from kgen.sglang.metrics import MOST_REASONS, Metrics
 from kgen.sglang.tally import Tally
 from kgen.workload import read_capture
@@ -156,15 +155,6 @@ def test_ranks_hear_each_other_each_time_that_they_meet(monkeypatch: pytest.Monk
     for meeting, said in ((1, "one"), (2, "another")):
         store.set(f"kgen/4-6/{meeting}/6", json.dumps([said, ""]))
         assert agreement.exchanged(store, ("mine", "why"), [4, 6], 4) == {4: ("mine", "why"), 6: (said, "")}
-
-
-def test_moves_are_prepared_for_the_largest_server_of_a_process() -> None:
-    nobody: Any = None  # neither pack nor tally is asked
-    moves = KvMoves(nobody, nobody)
-    assert moves.rows == 512
-    for requests, nodes, rows in ((8, 10, 80), (16, 64, 1024), (4, 4, 1024), (100, 64, 2048)):
-        moves.expect(requests, nodes)
-        assert moves.rows == rows
 
 
 def batch(*prefixes: int, on_host: bool = True) -> SimpleNamespace:

@@ -25,7 +25,7 @@ from kgen.sglang.capture import WorkloadCapture
 from kgen.sglang.metrics import metrics_of_server
 from kgen.sglang.suitable import KV_DTYPES, kv_scale, unsuitable_layer, unsuitable_server
 from kgen.sglang.tally import VERIFY, Answers, Tally
-from kgen.sglang.tree_bits import copy_tree_part, pack_words
+from kgen.sglang.tree_bits import compile_for, copy_tree_part, pack_words
 
 KIND = "attention"
 
@@ -75,6 +75,7 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         self._tree = torch.ones(batch * nodes * nodes, dtype=torch.uint8, device=self.device)
         self._words = torch.zeros(batch * nodes * mask_words(nodes), dtype=torch.int32, device=self.device)
         self._chain = torch.ones(nodes, nodes, dtype=torch.uint8, device=self.device).tril()
+        compile_for(self._tree, self._words, mask_indptr=self.mask_indptr, kv_indptr=self.kv_indptr, nodes=nodes)
         self._capture = WorkloadCapture.from_environment(attention.layout_name)
         self._verify_mask = self._own_verify_mask(batch)
         return attention
@@ -214,6 +215,13 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         extras = {"sinks": sinks, "score_mod": score_mod, "aux_tensors": aux_tensors}
         if self._attention is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **extras)
+        return self._extend(q, k, v, layer, forward_batch, save_kv_cache, extras)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool, extras: Mapping[str, Any]
+    ) -> Any:
+        """Run on kgen or leave to SGLang. Never traced: a trace takes what the host asks of a batch for constants."""
         reason = self._not_ours(k, v, layer, forward_batch, extras, save_kv_cache)
         if not reason:
             if k is not None and save_kv_cache:
@@ -265,7 +273,6 @@ class KgenAttnBackend(TritonAttnBackend):  # type: ignore[misc]
             reason = "scaled or fp8 draft rows that are not in the pool"
         return reason
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend(self, q: Any, k: Any, layer: Any, forward_batch: Any) -> Any:
         """[rows of q, heads * latent]; rows beyond the batch's tokens, which SGLang pads with, stay unwritten."""
         assert self._attention is not None

@@ -129,7 +129,10 @@ def enable(pack: Pack, moves: Pack | None) -> Tally:
 
         backend = KgenAttnBackend(runner, pack, tally)
         if mover is not None and backend.num_draft_tokens:
-            mover.expect(runner.req_to_token_pool.size, backend.num_draft_tokens)
+            nodes = backend.num_draft_tokens
+            # EAGLE moves its longest path for each request, other drafts the length of a tree.
+            kept = min(nodes, backend.speculative_num_steps + 1) if runner.spec_algorithm.is_eagle() else nodes
+            mover.expect(runner.token_to_kv_pool, runner.req_to_token_pool.size * kept)
         return backend
 
     register_attention_backend(BACKEND)(create)

@@ -12,11 +12,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from kgen.runtime import mask_words
+
 BLOCK = 64
 """Columns of the tree that one program copies at a time."""
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["cells"])  # type: ignore[untyped-decorator, unused-ignore]
 def _copy_tree_part(full, mask_indptr, kv_indptr, tree, cells, nodes, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     request = row // nodes
@@ -54,3 +56,12 @@ def pack_words(tree: Any, words: Any, *, nodes: int) -> None:
     rows, count = words.shape
     if rows:
         _pack_words[rows, count](tree, words, nodes, count)
+
+
+def compile_for(tree: Any, words: Any, *, mask_indptr: Any, kv_indptr: Any, nodes: int) -> None:
+    """Run both kernels once on a server's buffers, at its start: no request and no graph waits for their compiler.
+
+    ``tree`` and ``words`` (flat, of a request at least) and both sums, zeros here, are those of later calls.
+    """
+    copy_tree_part(tree.clone(), mask_indptr, kv_indptr, tree, batch=1, nodes=nodes)
+    pack_words(tree, words[: nodes * mask_words(nodes)].view(nodes, -1), nodes=nodes)

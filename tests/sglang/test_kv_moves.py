@@ -89,11 +89,13 @@ def test_rows_that_the_pack_lacks_and_long_lists_go_to_sglang() -> None:
     assert tally.ran["a KV move"] == 0
 
 
-@pytest.mark.parametrize(("requests", "nodes", "rows"), [(3, 2, 6), (100, 7, 700), (1000, 64, MOST_ROWS)])
-def test_the_capacity_is_the_servers(requests: int, nodes: int, rows: int) -> None:
+@pytest.mark.parametrize(("expected", "rows"), [(6, 6), (700, 700), (64000, MOST_ROWS)])
+def test_the_capacity_is_the_servers(monkeypatch: pytest.MonkeyPatch, expected: int, rows: int) -> None:
     moves, tally = hook()
-    moves.expect(requests, nodes)
     ours, theirs = (harness.make_pool(2 * rows + 2, 2, torch.bfloat16) for _ in range(2))
+    moves.expect(ours, expected)
+    monkeypatch.setattr(kv_moves, "prepare", None)  # the pool's call is ready, whatever captures graphs from here on
+    monkeypatch.setattr(kv_moves, "_is_capturing", lambda _: True)
     for pool in (ours, theirs):
         for layer in pool.kv_buffer:
             layer.view(torch.int16).copy_(torch.arange(layer.numel()).view(layer.shape) % 32749)
@@ -123,6 +125,26 @@ def test_a_pool_without_memory_for_the_workspace_is_left_to_sglang(monkeypatch: 
         ORIGINAL(theirs, *slots)
     assert torch.equal(contents(ours), contents(theirs))
     assert tally.left == {("a KV move", "no memory for the workspace"): 2}
+
+
+def test_moves_are_prepared_for_the_largest_server_of_a_process() -> None:
+    moves, _ = hook()
+    pool, of_heads = filled_pool(torch.bfloat16), object()  # a pool whose moves the hook is not for
+    assert moves.rows == USUAL_ROWS
+    for rows, most in ((80, 80), (1024, 1024), (16, 1024), (6400, MOST_ROWS)):
+        moves.expect(pool, rows)
+        moves.expect(of_heads, rows)
+        mover = moves._movers[pool]
+        assert isinstance(mover, kv_moves.PoolMover)
+        assert moves.rows == mover.rows == most
+    assert list(moves._movers) == [pool]
+
+
+def test_a_pool_that_first_moves_inside_a_capture_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves, tally = hook()
+    monkeypatch.setattr(kv_moves, "_is_capturing", lambda _: True)
+    moves(ORIGINAL, filled_pool(torch.bfloat16), torch.tensor([5]), torch.tensor([6]))
+    assert tally.left == {("a KV move", "the first move of a pool is inside a graph capture"): 1}
 
 
 def test_nothing_to_move() -> None:

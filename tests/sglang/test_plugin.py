@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import dflash_utils
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from untuned_pack import untuned_pack
 
@@ -72,12 +73,16 @@ def test_sglang_finds_and_runs_it(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 
 @pytest.mark.usefixtures("loader")
-def test_moves_are_sized_by_the_server_that_the_backend_is_made_for() -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "steps", "rows"), [("NGRAM", 2, 28), ("EAGLE", 2, 12), ("EAGLE3", 4, 20), ("EAGLE", 9, 28)]
+)
+def test_moves_are_ready_for_the_server_that_the_backend_is_made_for(algorithm: str, steps: int, rows: int) -> None:
     plugin.enable(untuned_pack("h8_p1"), plugin.checked_pack("kv_defrag"))
     ((_, mover, *_),) = HookRegistry._hooks[plugin.MOVE]
-    with sglang_harness.serving(nodes=3, max_bs=4) as runner:
+    with sglang_harness.serving(nodes=7, max_bs=4, speculative_num_steps=steps) as runner:
+        runner.spec_algorithm = SpeculativeAlgorithm.from_string(algorithm)
         ATTENTION_BACKENDS[plugin.BACKEND](runner)
-    assert mover.rows == 12
+        assert mover.rows == mover._movers[runner.token_to_kv_pool].call.capacity["rows"] == rows
 
 
 @pytest.mark.usefixtures("loader")
