@@ -14,15 +14,13 @@ from kgen.targets import Target
 
 Bound = Literal["dram", "mma", "shared", "gather", "latency"]
 
-SYNC_CLK = 212.0
+SYNC_CLK = 173.0
 """What one barrier of a step exposes. Fitted (docs/model.md)."""
-SHARED_EXPOSED = 0.57
+SHARED_EXPOSED = 0.44
 """Share of a block's shared-memory time that its own mma do not hide. Fitted."""
 STREAM_BYTES_PER_CLK = 22.5
 """Rate at which one SM moves what a block reads or writes once, through L2. Fitted (docs/model.md)."""
-SHARING_LOSS = 1.2
-"""How much longer than its work a unit is busy when blocks share the SM. Fitted (docs/model.md)."""
-CONVERTED_PER_CLK = 9.8
+CONVERTED_PER_CLK = 12.5
 """Elements of narrow rows that a warp makes wider in a clock, between loading and multiplying them. Fitted."""
 
 
@@ -79,7 +77,7 @@ class _Step:
         """
         compute = self.mma + self.convert + SHARED_EXPOSED * self.shared + self.sync
         alone = max(compute, self.gather, (compute + self.gather) / self.stages)
-        return max(alone, sharing * max(SHARING_LOSS * max(self.mma, self.shared), self.gather))
+        return max(alone, sharing * max(self.mma, self.shared, self.gather))
 
 
 def predict(target: Target, demands: Sequence[LaunchDemand], footprints: Mapping[str, Footprint]) -> Prediction:

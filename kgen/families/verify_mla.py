@@ -328,7 +328,7 @@ class VerifyMla(Family):
             step_mma_flop=2.0 * tiling.tile_m * tiling.tile_n * (tiling.head_dim + tiling.latent),
             step_shared_bytes=tiling.step_shared_bytes,
             step_gather_bytes=tiling.tile_n * tiling.dense_bytes * GATHER_COST[str(candidate["gather"])],
-            step_syncs=2.0,
+            step_syncs=2.0 + (tiling.copy_warps == 0),  # where warps copy beside multiplying, a refill waits too
             block_bytes=tiling.tile_m * (2.0 * tiling.head_dim + 2.0 * tiling.latent),
             dram_bytes=work.bytes,
             step_converted=tiling.warp_elements if tiling.element_bytes == 1 else 0.0,

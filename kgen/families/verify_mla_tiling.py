@@ -174,7 +174,7 @@ class Tiling:
     @property
     def step_shared_bytes(self) -> float:
         """Shared-memory bytes that one KV tile moves: K and V fragments, S exchange, P."""
-        scores = 4.0 * 2 * self.tile_m * self.tile_n * self.k_split
+        scores = 4.0 * 2 * self.tile_m * self.tile_n * self.senders / self.key_split
         probabilities = 2.0 * self.tile_m * self.tile_n * (1 + self.group_warps)
         return self.element_bytes * self.warps * self.warp_elements + scores + probabilities
 
