@@ -26,6 +26,13 @@ namespace kgen {
 
 // Indices.
 KGEN_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+// This thread's place in its warp, read anew by each call: an instruction, but no register from one call to the next.
+KGEN_DEVICE int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  __builtin_assume(lane >= 0 && lane < 32);
+  return lane;
+}
 KGEN_DEVICE int block_index_x() { return static_cast<int>(blockIdx.x); }
 KGEN_DEVICE int block_index_y() { return static_cast<int>(blockIdx.y); }
 KGEN_DEVICE int block_index_z() { return static_cast<int>(blockIdx.z); }
@@ -253,6 +260,17 @@ KGEN_DEVICE void mbarrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 
+// Registers that warps hand each other, by all warps of an aligned group of four: what one keeps of those that the launch
+// gave each thread, and what one takes once there are so many. Where the target can: sm_90a, sm_120a and their like.
+template <int kRegisters>
+KGEN_DEVICE void keep_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+KGEN_DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // Asynchronous copies from global to shared memory; source and destination are 16-byte aligned.
 // One thread copies `bytes` (a multiple of 16) and completes them on the mbarrier.
 template <typename T>
@@ -300,7 +318,7 @@ struct Params {
   int32_t slots;
   int32_t moves;
   int32_t wide_slots;
-  int32_t slices;
+  int32_t slice_vectors;
   int32_t move_blocks;
   int32_t stage_blocks;
 };
@@ -315,8 +333,6 @@ struct Move {
   int source;
   int target;
 };
-
-KGEN_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Slot `i` of a list, which is int32 or int64, or a negative number for what int32 does not hold. Without a branch, so
 // that many of these loads are in flight at once: the upper half of an int64 is loaded beside the lower one.
@@ -391,7 +407,7 @@ static_assert(offsetof(Params, layers) == 60, "the family and the kernel disagre
 static_assert(offsetof(Params, slots) == 64, "the family and the kernel disagree");
 static_assert(offsetof(Params, moves) == 68, "the family and the kernel disagree");
 static_assert(offsetof(Params, wide_slots) == 72, "the family and the kernel disagree");
-static_assert(offsetof(Params, slices) == 76, "the family and the kernel disagree");
+static_assert(offsetof(Params, slice_vectors) == 76, "the family and the kernel disagree");
 static_assert(offsetof(Params, move_blocks) == 80, "the family and the kernel disagree");
 static_assert(offsetof(Params, stage_blocks) == 84, "the family and the kernel disagree");
 KGEN_KERNEL(kv_defrag_oracle_gather, 32, 1, Params, params) { kgen::kv_defrag::oracle<false>(params); }
