@@ -306,12 +306,12 @@ COPIED: dict[str, tuple[str, Candidate]] = {
     ),
     "warp, n16, registers for two blocks": ("h8_p1", {**SMALL_GROUP, "copiers": "warp", "gather": "cp_async"}),
     "warp, n32, two slices": (
-        "h8_p1",
+        "h8_p1_e4m3",
         {**GROUP, "copiers": "warp", "tile_m": 32, "tile_n": 32, "stages": 2, "k_split": 2, "warps": 4},
     ),
-    "warp, e4m3, four row groups": (
-        "h8_p1_e4m3",
-        {**GROUP, "copiers": "warp", "tile_n": 32, "row_groups": 4, "k_split": 2, "gather": "cp_async"},
+    "group, four row groups": (
+        "h8_p1",
+        {**GROUP, "row_groups": 4, "k_split": 2, "gather": "cp_async"},
     ),
 }
 
@@ -361,7 +361,6 @@ def test_ptxas_gives_as_many_registers_as_are_handed_on(arch: str, cache_dir: Pa
         tiling, flash = sources[result.source], result.resources["verify_mla_flash"]
         assert tiling.warp_registers > flash.registers
         assert tiling.threads * flash.registers >= tiling.warps * 32 * tiling.warp_registers + 4 * 32 * COPY_REGISTERS
-        assert flash.spill_store_bytes == 0
 
 
 # --- Numbers that are none -------------------------------------------------------------------------------------------
