@@ -242,6 +242,63 @@ def test_ptxas_error_is_the_reason(run: Builder) -> None:
     assert "uses too much shared data" in result.reason
 
 
+HANDS_ON = """\
+extern "C" __global__ void %s probe(int* x) { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); *x = 1; }
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
+def test_registers_are_handed_on_and_where_ptxas_would_not_the_build_fails(run: Builder, arch: str) -> None:
+    hands_on, keeps = run(make_source(HANDS_ON % "__launch_bounds__(384, 1)"), make_source(HANDS_ON % ""), arch=arch)
+    assert (hands_on.status, hands_on.resources["probe"].registers) == ("ok", 168)
+    assert (keeps.status, keeps.path, keeps.sha256, keeps.resources) == ("compile_error", None, "", {})
+    assert keeps.reason == (
+        "warps would wait for ever for registers that others keep: ptxas info    : (C7508) Potential Performance Loss: "
+        "'setmaxnreg' ignored; unable to determine register count at entry."
+    )
+
+
+def test_a_build_whose_registers_stay_is_refused_from_the_cache_too(
+    run: Builder, toolchain: Toolchain, tmp_path: Path
+) -> None:
+    said = "ptxas info : (C7508) 'setmaxnreg' ignored to maintain minimum register requirements."
+    tools = fake_nvcc(toolchain, tmp_path, f'printf artefact > "$out"; echo "{said}"; echo "Used 8 registers"\n')
+    for cached in (False, True):
+        (result,) = run(kernel(1), toolchain=tools)
+        assert (result.status, result.path, result.sha256, result.cached) == ("compile_error", None, "", cached)
+        assert result.reason == f"warps would wait for ever for registers that others keep: {said}"
+
+
+@pytest.mark.parametrize(
+    ("arch", "built"),
+    [
+        ("sm_89", "sm_89"),
+        ("sm_90", "sm_90a"),
+        ("sm_90a", "sm_90a"),
+        ("sm_100", "sm_100f"),
+        ("sm_120", "sm_120f"),
+        ("sm_120a", "sm_120a"),
+        ("sm_121", "sm_121f"),
+    ],
+)
+def test_what_only_a_family_has_is_asked_for(
+    run: Builder, toolchain: Toolchain, tmp_path: Path, arch: str, built: str
+) -> None:
+    tools = fake_nvcc(toolchain, tmp_path, "tr '\\0' '\\n' < /proc/$$/cmdline > \"$out\"\n")
+    (result,) = run(kernel(1), toolchain=tools, arch=arch)
+    assert result.path is not None
+    assert [word for word in result.path.read_text().splitlines() if "arch" in word] == [f"-arch={built}"]
+    assert result.arch == arch
+
+
+def test_the_key_covers_what_is_asked_for(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
+    archs = ["sm_89", "sm_90", "sm_120", "emulator"]
+    before = [build_key(kernel(1), arch=arch, toolchain=toolchain) for arch in archs]
+    monkeypatch.setattr(build_module, "_with_features", lambda arch: arch)
+    after = [build_key(kernel(1), arch=arch, toolchain=toolchain) for arch in archs]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False, True]
+
+
 def test_time_limit_kills_the_process_group_and_is_not_remembered(
     run: Builder, toolchain: Toolchain, tmp_path: Path
 ) -> None:
@@ -362,7 +419,7 @@ def test_no_nvcc_and_old_nvcc_are_named(run: Builder, toolchain: Toolchain) -> N
     with pytest.raises(ToolchainError, match=r"nvcc: not found, needed for sm_120; pip install 'kgen\[nvcc\]'"):
         run(kernel(1), toolchain=replace(toolchain, nvcc=None, archs=()))
     old = replace(toolchain, nvcc_version="12.4.131 (compiler.1_0)", archs=("sm_80", "sm_90"))
-    with pytest.raises(ToolchainError, match=r"nvcc 12\.4\.131 at .* cannot build sm_120 \(needs 12\.8\)"):
+    with pytest.raises(ToolchainError, match=r"nvcc 12\.4\.131 at .* cannot build sm_120 \(needs 12\.9\)"):
         run(kernel(1), toolchain=old)
 
 

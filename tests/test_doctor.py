@@ -71,7 +71,7 @@ def test_old_and_broken_nvcc_are_reported_and_the_next_is_chosen(monkeypatch: py
         Finding(
             "nvcc",
             "warn",
-            "nvcc 12.4.131 at /old/nvcc cannot build sm_120 (needs 12.8)",
+            "nvcc 12.4.131 at /old/nvcc cannot build sm_120 (needs 12.9)",
             f"not used; {toolchain.GET_NVCC}",
         ),
         Finding("nvcc", "ok", "13.0.88, /new/nvcc (from PATH), builds sm_90, sm_120, sm_121"),
@@ -83,7 +83,7 @@ def test_old_and_broken_nvcc_are_reported_and_the_next_is_chosen(monkeypatch: py
 
 
 def test_nvcc_without_one_arch(monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = Toolchain(Path("/n"), "12.8.61", ("sm_90", "sm_120"), Path("/g++"), "g++ 12.2.0", "wheel")
+    tools = Toolchain(Path("/n"), "12.9.41", ("sm_90", "sm_120"), Path("/g++"), "g++ 12.2.0", "wheel")
     (finding,) = candidates(monkeypatch, NvccCandidate(Path("/n"), "wheel", tools, ""))
     assert finding.status == "warn"
     assert finding.remedy == f"no kernels for sm_121; {toolchain.GET_NVCC}"

@@ -311,7 +311,7 @@ def test_a_pack_from_a_database_has_sources_and_no_cubins(spec: Spec, tmp_path: 
 
 @pytest.mark.parametrize(
     ("version", "arch", "cuda"),
-    [("13.0.88", "sm_120", (13, 0)), ("12.9.1", "sm_120", (12, 8)), ("12.9.1", "sm_90", (12, 0))],
+    [("13.0.88", "sm_120", (13, 0)), ("12.9.1", "sm_120", (12, 9)), ("12.9.1", "sm_90", (12, 0))],
 )
 def test_the_smallest_driver(toolchain: Toolchain, version: str, arch: str, cuda: tuple[int, int]) -> None:
     packed = packed_arch(arch, replace(toolchain, nvcc_version=version))

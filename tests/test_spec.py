@@ -37,6 +37,7 @@ tunables:
   tile_n: [16, 32]
   stages: [1, 2]
   warps: [4, 8]
+  copiers: [all]
   row_groups: [1, 2]
   k_split: [1, 2]
   key_split: [1]
@@ -50,6 +51,7 @@ default:
   tile_n: 32
   stages: 2
   warps: 8
+  copiers: all
   row_groups: 2
   k_split: 2
   key_split: 1
@@ -155,7 +157,7 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
         edited("oracle: {", "orcale: {"),
         [
             "x.yaml:1: oracle: the key is required",
-            "x.yaml:32: orcale: unknown key; did you mean 'oracle'?",
+            "x.yaml:34: orcale: unknown key; did you mean 'oracle'?",
         ],
     ),
     "a tunable of nothing": (
@@ -164,11 +166,11 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     ),
     "an axis value that no machine holds": (
         edited("batch: [1", "batch: [1, 2000000000"),
-        ["x.yaml:36: workload.axes.batch[1]: must be at most 16777216, 2000000000"],
+        ["x.yaml:38: workload.axes.batch[1]: must be at most 16777216, 2000000000"],
     ),
     "unknown nested key": (
         edited("out: {relative_l2: 5e-3,", "out: {relative_l2: 5e-3, max_ab: 1,"),
-        ["x.yaml:40: tolerances.out.max_ab: unknown key; did you mean 'max_abs'?"],
+        ["x.yaml:42: tolerances.out.max_ab: unknown key; did you mean 'max_abs'?"],
     ),
     "unknown family": (
         edited("family: verify_mla", "family: verify_mal"),
@@ -194,7 +196,7 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     ),
     "boolean value": (
         edited("gather: [bulk]", "gather: [bulk, true]"),
-        ["x.yaml:15: tunables.gather[1]: must be an integer or a name, true"],
+        ["x.yaml:16: tunables.gather[1]: must be an integer or a name, true"],
     ),
     "mixed kinds": (
         edited("stages: [1, 2]", 'stages: [1, 2, "two"]'),
@@ -203,20 +205,20 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     "unknown name of a tunable": (
         edited("gather: [bulk]", "gather: [bulk, magic]").replace("refill: [late, eager]", "refill: [late, eeger]"),
         [
-            "x.yaml:15: tunables.gather[1]: verify_mla has no such gather, 'magic'; known: bulk, cp_async",
-            "x.yaml:16: tunables.refill[1]: verify_mla has no such refill, 'eeger'; known: late, eager",
+            "x.yaml:16: tunables.gather[1]: verify_mla has no such gather, 'magic'; known: bulk, cp_async",
+            "x.yaml:17: tunables.refill[1]: verify_mla has no such refill, 'eeger'; known: late, eager",
         ],
     ),
     "unknown algorithm": (
         edited("algorithm: [flash]", "algorithm: [flash, flush]").replace("{algorithm: oracle,", "{algorithm: orakel,"),
         [
             "x.yaml:7: tunables.algorithm[1]: verify_mla has no such algorithm, 'flush'; known: flash, oracle",
-            "x.yaml:32: oracle.algorithm: verify_mla has no such algorithm, 'orakel'; known: flash, oracle",
+            "x.yaml:34: oracle.algorithm: verify_mla has no such algorithm, 'orakel'; known: flash, oracle",
         ],
     ),
     "numbers where names are due": (
         edited("gather: [bulk]", "gather: [1]").replace("  gather: bulk\n", "  gather: 1\n"),
-        ["x.yaml:15: tunables.gather[0]: verify_mla has no such gather, 1; known: bulk, cp_async"],
+        ["x.yaml:16: tunables.gather[0]: verify_mla has no such gather, 1; known: bulk, cp_async"],
     ),
     "a name where numbers are due": (
         edited("stages: [1, 2]", "stages: [two]").replace("  stages: 2\n", "  stages: two\n"),
@@ -228,37 +230,37 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     ),
     "a fraction where an integer is due": (
         edited("batch: [1, 4]", "batch: [1, 4.5]").replace("  weights: {batch: {4: 3.0}}\n", ""),
-        ["x.yaml:36: workload.axes.batch[1]: must be an integer, 4.5"],
+        ["x.yaml:38: workload.axes.batch[1]: must be an integer, 4.5"],
     ),
     "text where a number is due": (
         edited("max_abs: 0.05", "max_abs: small"),
-        ["x.yaml:40: tolerances.out.max_abs: must be a number, 'small'"],
+        ["x.yaml:42: tolerances.out.max_abs: must be a number, 'small'"],
     ),
     "zero": (
         edited("nodes: [8, 16]", "nodes: [8, 0]"),
-        ["x.yaml:37: workload.axes.nodes[1]: must be greater than 0, 0"],
+        ["x.yaml:39: workload.axes.nodes[1]: must be greater than 0, 0"],
     ),
     "not finite": (
         edited("max_abs: 0.05", "max_abs: 1e999"),
-        ["x.yaml:40: tolerances.out.max_abs: Input should be a finite number, inf"],
+        ["x.yaml:42: tolerances.out.max_abs: Input should be a finite number, inf"],
     ),
     "default outside of the space": (
         edited("  tile_m: 64", "  tile_m: 48"),
-        ["x.yaml:21: default.tile_m: the default is not among the tunable's values, 48; use one of: 16, 64"],
+        ["x.yaml:22: default.tile_m: the default is not among the tunable's values, 48; use one of: 16, 64"],
     ),
     "default lacks a tunable": (
         edited("  stages: 2\n", ""),
-        ["x.yaml:19: default.stages: the tunable is missing"],
+        ["x.yaml:20: default.stages: the tunable is missing"],
     ),
     "default names an unknown tunable": (
         edited("  warps: 8\n", "  warps: 8\n  warp: 8\n"),
-        ["x.yaml:25: default.warp: no such tunable; did you mean 'warps'?"],
+        ["x.yaml:26: default.warp: no such tunable; did you mean 'warps'?"],
     ),
     "default fits no target": (
         edited("stages: [1, 2]", "stages: [1, 2, 4]").replace("  stages: 2\n", "  stages: 4\n"),
         [
             (
-                "x.yaml:19: default: the default candidate breaks the rule 'shared memory fits', "
+                "x.yaml:20: default: the default candidate breaks the rule 'shared memory fits', "
                 "on sm_120/small, sm_120/paged; pick one that fits everywhere"
             )
         ],
@@ -267,29 +269,29 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
         edited("  stages: [1, 2]\n", "").replace("  stages: 2\n", ""),
         [
             (
-                "x.yaml:18: family verify_mla needs a tunable or layout field called 'stages'; "
+                "x.yaml:19: family verify_mla needs a tunable or layout field called 'stages'; "
                 "compare with a shipped spec of this family"
             )
         ],
     ),
     "oracle of the wrong kind": (
         edited("warps: 4}", "warps: four}"),
-        ["x.yaml:32: oracle.warps: must be an integer, 'four'"],
+        ["x.yaml:34: oracle.warps: must be an integer, 'four'"],
     ),
     "unknown axis": (
         edited("    nodes: [8, 16]", "    node: [8, 16]"),
         [
-            "x.yaml:34: workload.axes.nodes: the axis of verify_mla is missing",
-            "x.yaml:37: workload.axes.node: no such axis of verify_mla; did you mean 'nodes'?",
+            "x.yaml:36: workload.axes.nodes: the axis of verify_mla is missing",
+            "x.yaml:39: workload.axes.node: no such axis of verify_mla; did you mean 'nodes'?",
         ],
     ),
     "weight of a value that is not on the axis": (
         edited("{batch: {4: 3.0}}", "{batch: {8: 3.0}}"),
-        ["x.yaml:38: workload.weights.batch[8]: no such value on the axis; use one of: 1, 4"],
+        ["x.yaml:40: workload.weights.batch[8]: no such value on the axis; use one of: 1, 4"],
     ),
     "weight of an unknown layout": (
         edited("  weights: {batch: {4: 3.0}}", "  layouts: {smal: 2}"),
-        ["x.yaml:38: workload.layouts.smal: no such layout; did you mean 'small'?"],
+        ["x.yaml:40: workload.layouts.smal: no such layout; did you mean 'small'?"],
     ),
     "a dtype without a kernel": (
         edited("dtype: bf16", "dtype: fp8"),
@@ -330,8 +332,8 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     "an unknown output": (
         edited("  lse: {", "  les: {"),
         [
-            "x.yaml:39: tolerances.lse: the output of verify_mla is missing",
-            "x.yaml:41: tolerances.les: no such output of verify_mla; did you mean 'lse'?",
+            "x.yaml:41: tolerances.lse: the output of verify_mla is missing",
+            "x.yaml:43: tolerances.les: no such output of verify_mla; did you mean 'lse'?",
         ],
     ),
     "a list for a mapping": ("- family\n", ["x.yaml:1: must be a mapping, a list"]),
@@ -343,7 +345,7 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
     ),
     "a value that is no name": (
         edited("gather: [bulk]", 'gather: [bulk, "${x}"]'),
-        ["x.yaml:15: tunables.gather[1]: must be a name of letters, digits and underscores, '${x}'"],
+        ["x.yaml:16: tunables.gather[1]: must be a name of letters, digits and underscores, '${x}'"],
     ),
     "a negative value": (
         edited("stages: [1, 2]", "stages: [1, 2, -1]"),
@@ -362,7 +364,7 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
         ["x.yaml:3: not YAML, expected ',' or ']', but got ':'"],
     ),
     "unknown alias": (edited("*mla", "*mal"), ["x.yaml:5: not YAML, found undefined alias 'mal'"]),
-    "two documents": (GOOD + "---\na: 1\n", ["x.yaml:42: not YAML, but found another document"]),
+    "two documents": (GOOD + "---\na: 1\n", ["x.yaml:44: not YAML, but found another document"]),
     "empty": ("", ["x.yaml: the file is empty"]),
     "only comments": ("# nothing\n", ["x.yaml: the file is empty"]),
     "not UTF-8": (b"family: verify_mla\n# caf\xe9\n", ["x.yaml:2: not UTF-8 text, byte 0xe9; save the file as UTF-8"]),
@@ -396,10 +398,10 @@ def test_all_mistakes_of_a_file_are_reported_at_once(here: Path) -> None:
     text = text.replace("    nodes: [8, 16]\n", "    nodes: [8, 8]\n") + "extra: 1\n"
     assert [re.sub(r"; .*", "", line) for line in errors_of(text)] == [
         "x.yaml:2: targets[0]: no such target, 'sm_12'",
-        "x.yaml:21: default.tile_m: the default is not among the tunable's values, 48",
-        "x.yaml:37: workload.axes.nodes[1]: the value appears twice, 8",
-        "x.yaml:41: tolerances.lse.max_abs: must be greater than 0, -1",
-        "x.yaml:42: extra: unknown key",
+        "x.yaml:22: default.tile_m: the default is not among the tunable's values, 48",
+        "x.yaml:39: workload.axes.nodes[1]: the value appears twice, 8",
+        "x.yaml:43: tolerances.lse.max_abs: must be greater than 0, -1",
+        "x.yaml:44: extra: unknown key",
     ]
 
 

@@ -105,11 +105,20 @@ def test_too_old_nvcc_is_named_and_passed_over(machine: Path) -> None:
     old = fake_nvcc(machine / "bin", *OLD)
     with pytest.raises(ToolchainError) as caught:
         find_toolchain("sm_120")
-    assert f"nvcc 12.4.131 at {old} cannot build sm_120 (needs 12.8)" in str(caught.value)
+    assert f"nvcc 12.4.131 at {old} cannot build sm_120 (needs 12.9)" in str(caught.value)
     assert find_toolchain("sm_90").nvcc == old
     new = fake_nvcc(machine / "usr-local-cuda" / "bin", *NEW)
     assert find_toolchain("sm_120").nvcc == new
     assert find_toolchain("sm_90").nvcc == old
+
+
+def test_an_nvcc_that_knows_the_chip_and_not_its_family_is_too_old(machine: Path) -> None:
+    old = fake_nvcc(machine / "bin", "12.8.93", "sm_90 sm_120")
+    with pytest.raises(ToolchainError, match=r"nvcc 12\.8\.93 at .* cannot build sm_120 \(needs 12\.9\)"):
+        find_toolchain("sm_120")
+    assert find_toolchain("sm_90").nvcc == old
+    new = fake_nvcc(machine / "usr-local-cuda" / "bin", "12.9.41", "sm_90 sm_120")
+    assert find_toolchain("sm_120").nvcc == new
 
 
 def test_broken_nvcc_is_named_and_passed_over(machine: Path) -> None:

@@ -19,9 +19,11 @@ from kgen.build.toolchain import find_toolchain
 from kgen.emulator import EmulatedModule
 from kgen.families.verify_mla import _splits
 from kgen.families.verify_mla_binding import LOG2_E, softmax_scale
+from kgen.families.verify_mla_tiling import COPY_REGISTERS, Tiling
 from kgen.family import Array, Candidate, Case, Plan
 from kgen.render import render
 from kgen.resources import SPECS
+from kgen.space import enumerate_space
 from kgen.spec import load_spec
 from kgen.validate import compare, validate_in_emulator
 from kgen.validate.launchers import Call, EmulatorLauncher
@@ -288,6 +290,77 @@ def test_rows_in_e4m3(name: str, fields: dict[str, int], cache_dir: Path) -> Non
     assert verdict.ok, verdict.reason
     assert verdict.worst is not None
     assert verdict.worst.relative_l2 < 3e-3
+
+
+# --- Warps that only copy --------------------------------------------------------------------------------------------
+
+GROUP: Candidate = {**SPEC.default, "copiers": "group"}
+SMALL_GROUP: Candidate = {**GROUP, "tile_m": 16, "tile_n": 16, "warps": 4, "row_groups": 1, "blocks_per_sm": 2}
+COPIED: dict[str, tuple[str, Candidate]] = {
+    "group, n16": ("h8_p1", GROUP),
+    "group, n32, four slices alone": ("h8_p1", {**GROUP, "tile_m": 32, "tile_n": 32, "stages": 2, "row_groups": 1}),
+    "group, n32, two slices": ("h8_p1_e4m3", {**GROUP, "tile_n": 32, "stages": 2, "k_split": 2}),
+    "group, two parts of the keys": (
+        "h8_p1_e4m3",
+        {**SMALL_GROUP, "tile_n": 32, "stages": 3, "k_split": 2, "key_split": 2},
+    ),
+    "warp, n16, registers for two blocks": ("h8_p1", {**SMALL_GROUP, "copiers": "warp", "gather": "cp_async"}),
+    "warp, n32, two slices": (
+        "h8_p1_e4m3",
+        {**GROUP, "copiers": "warp", "tile_m": 32, "tile_n": 32, "stages": 2, "k_split": 2, "warps": 4},
+    ),
+    "group, four row groups": (
+        "h8_p1",
+        {**GROUP, "row_groups": 4, "k_split": 2, "gather": "cp_async"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_other_warps_copy_the_rows(name: str, cache_dir: Path) -> None:
+    layout_name, candidate = COPIED[name]
+    layout = SPEC.layout(layout_name)
+    assert candidate in enumerate_space(SPEC, layout_name, SPEC.target("sm_90")).candidates
+    verdict = validate_in_emulator(
+        render(FAMILY, candidate, layout), FAMILY, candidate, layout, SPEC.tolerances,
+        toolchain=find_toolchain("emulator"), cache_dir=cache_dir, target_sms=188, resident_blocks=1, seeds=(0,),
+        cases=[case for case in FAMILY.cases(layout) if case.name in ("ragged", "pool_draft", "many_splits")],
+    )  # fmt: skip
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize("layout_name", ["h8_p1", "h8_p1_e4m3"])
+@pytest.mark.parametrize("target_name", ["sm_90", "sm_120"])
+def test_registers_that_warps_take_are_handed_on(layout_name: str, target_name: str) -> None:
+    """A block's threads, at what the launch gives each, have what all take and keep: nobody waits for ever."""
+    layout, target = SPEC.layout(layout_name), SPEC.target(target_name)
+    taken = set()
+    for candidate in enumerate_space(SPEC, layout_name, target).candidates:
+        tiling = Tiling(candidate, layout)
+        at_launch = target.registers_per_sm // (tiling.threads * tiling.blocks_per_sm) // 8 * 8
+        if tiling.warp_registers:
+            assert candidate["copiers"] == "group"
+            assert tiling.warp_registers % 8 == 0
+            assert at_launch < tiling.warp_registers <= 240
+            assert tiling.warps * tiling.warp_registers + 4 * 24 <= (tiling.warps + 4) * at_launch
+        taken.add((tiling.warps, tiling.blocks_per_sm, candidate["copiers"], tiling.warp_registers))
+    assert {most for most in taken if most[2] == "group"} == {
+        (4, 1, "group", 0),
+        (8, 1, "group", 240),
+        (4, 2, "group", 232),
+    }
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
+def test_ptxas_gives_as_many_registers_as_are_handed_on(arch: str, cache_dir: Path) -> None:
+    wide = {**GROUP, "tile_n": 32, "stages": 2, "row_groups": 1, "k_split": 2}
+    sources = {render(FAMILY, candidate, LAYOUT): Tiling(candidate, LAYOUT) for candidate in (wide, SMALL_GROUP)}
+    built = build(list(sources), arch=arch, toolchain=find_toolchain(arch), cache_dir=cache_dir, jobs=2)
+    for result in built:
+        assert result.status == "ok", result.reason
+        tiling, flash = sources[result.source], result.resources["verify_mla_flash"]
+        assert tiling.warp_registers > flash.registers
+        assert tiling.threads * flash.registers >= tiling.warps * 32 * tiling.warp_registers + 4 * 32 * COPY_REGISTERS
 
 
 # --- Numbers that are none -------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ EMULATOR = "emulator"
 COMPILE_LIMIT_S = 300.0
 """Longest compile of one source, unless somebody asks for another; a kernel takes a second or two."""
 NVCC_FLAGS = ("-cubin", "-std=c++17", "-Xptxas", "-v", "-x", "cu")
+_NOT_HANDED_ON = re.compile(r"^.*'setmaxnreg' ignored.*$", re.MULTILINE)
+"""What ptxas only informs of: registers stay where they are, and warps that wait for some would wait for ever."""
 _ERROR_LINE = re.compile(r"^.*\b(?:fatal )?error\b.*$|^.*undefined reference to.*$|^nvcc fatal.*$", re.MULTILINE)
 _PTXAS_ENTRY = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -72,6 +74,8 @@ class BuildResult:
             return ""
         if self.status == "compile_timeout":
             return f"compiler stopped after {self.seconds:.0f} s"
+        if stuck := _NOT_HANDED_ON.search(self.log):
+            return f"warps would wait for ever for registers that others keep: {stuck.group().strip()}"
         found = _ERROR_LINE.search(self.log)
         lines = self.log.strip().splitlines() or ["the compiler failed without a message"]
         return found.group().strip() if found else lines[-1].strip()
@@ -224,8 +228,7 @@ def _job(entry: _Entry, recipe: _Recipe, run: str, number: int, timeout_s: float
 
 
 def _result(entry: _Entry, arch: str, record: Mapping[str, Any], *, cached: bool) -> BuildResult:
-    # Warps that wait for registers which nobody hands on would wait for ever.
-    status = "compile_error" if "'setmaxnreg' ignored" in record["log"] else record["status"]
+    status = "compile_error" if _NOT_HANDED_ON.search(record["log"]) else record["status"]
     ok = status == "ok"
     return BuildResult(
         source=entry.source,

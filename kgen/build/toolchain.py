@@ -15,8 +15,9 @@ from pathlib import Path
 
 from kgen.errors import ToolchainError
 
-OLDEST_FOR_SM120 = "12.8"
-GET_NVCC = "pip install 'kgen[nvcc]', or install CUDA 12.8 or newer and set KGEN_NVCC to its nvcc"
+OLDEST_WITH_FAMILIES = (12, 9)
+"""The first nvcc that knows ``sm_120f``, which is what is built from compute capability 10.0 on."""
+GET_NVCC = "pip install 'kgen[nvcc]', or install CUDA 12.9 or newer and set KGEN_NVCC to its nvcc"
 GET_HOST = "install g++ (Debian/Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set KGEN_CXX"
 PROBE_SOURCE = 'extern "C" __global__ void probe(int* x) { *x = 1; }\n'
 STDIN = "/dev/stdin"
@@ -67,7 +68,8 @@ class Toolchain:
 
     def builds(self, arch: str) -> bool:
         """Whether nvcc makes cubins for ``arch``; ``sm_120a`` and ``sm_120f`` count as ``sm_120``."""
-        return arch.rstrip("af") in self.archs
+        release = tuple(map(int, re.findall(r"\d+", self.nvcc_version)[:2]))
+        return arch.rstrip("af") in self.archs and (not _has_family(arch) or release >= OLDEST_WITH_FAMILIES)
 
     def require(self, arch: str) -> None:
         """Raise ToolchainError, which says what to do, unless this toolchain builds for ``arch``."""
@@ -150,9 +152,13 @@ def nvcc_candidates(host: Path, version: str) -> Iterator[NvccCandidate]:
 def cannot_build(toolchain: Toolchain, arch: str) -> str:
     """The sentence that says that a working nvcc is not good enough for ``arch``."""
     text = f"nvcc {toolchain.nvcc_version.split()[0]} at {toolchain.nvcc} cannot build {arch}"
-    return text + (
-        f" (needs {OLDEST_FOR_SM120})" if arch.startswith("sm_12") else f" (it lists {', '.join(toolchain.archs)})"
-    )
+    if _has_family(arch):
+        return f"{text} (needs {'.'.join(map(str, OLDEST_WITH_FAMILIES))})"
+    return f"{text} (it lists {', '.join(toolchain.archs)})"
+
+
+def _has_family(arch: str) -> bool:
+    return re.match(r"sm_\d{3}", arch) is not None
 
 
 def _nvcc_paths() -> Iterator[tuple[Path, str]]:

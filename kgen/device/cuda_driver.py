@@ -33,7 +33,7 @@ STICKY_ERRORS = frozenset(
 
 SMALLEST_DRIVER = {12: "525.60", 13: "580.65"}
 """The smallest Linux driver by a toolkit's major version (minor version compatibility, CUDA release notes)."""
-_FIRST_FOR_CC12 = ((12, 8), "570.26")
+_FIRST_FOR_CC12 = ((12, 9), "575.51")  # whose cubins are built as sm_120f
 
 _REMEDIES = {
     "CUDA_ERROR_OUT_OF_MEMORY": "free device memory (nvidia-smi lists who holds it) or ask for smaller capacities",

@@ -116,7 +116,14 @@ REDUCTIONS, ELEMENTS = "include/kgen/reductions.cuh", "include/kgen/verify_mla_e
 CASES = ("ragged", "many_splits")  # enough to find most of the bugs below, in less time than all
 EAGER: Candidate = {"refill": "eager", "gather": "cp_async"}
 ALONE: Candidate = {"refill": "eager", "row_groups": 1, "tile_m": 32}
+GROUP: Candidate = {"copiers": "group"}
+ONE_WARP: Candidate = {"copiers": "warp", "gather": "cp_async"}
 KEYS: Candidate = {"tile_n": 32, "stages": 2, "k_split": 2, "key_split": 2, "tile_m": 32, "row_groups": 1, "warps": 4}
+
+
+CHANGES: Mapping[str, Candidate] = {
+    "default": {}, "eager": EAGER, "alone": ALONE, "keys": KEYS, "group": GROUP, "warp": ONE_WARP,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,9 +151,16 @@ ARRIVE = "      if (refilled(tile) && !mine(tile)) named_barrier_arrive(kLeft + 
 MET = "    named_barrier_sync(1 + group, T::kGroupWarps * 32);\n"
 LATE_REFILL = "    if (!Config::kEagerRefill) ring.refill(tile - 1, last_stage, next_place);\n"
 PLACE = "next_place = ring.place(tile + Config::kStages);"
-PRODUCT = "    value_tile.accumulate(probability_lane, o);\n"
+PRODUCT = "    value_tile.accumulate(probabilities_at, o);\n"
 LEAVE = "    ring.leave(tile, stage);\n"
-OWNER = "const int owner = (m * 16 + half * 8) / T::kOwnRows;"
+PARITY, STAYS = "parity = stage == 0 ? parity ^ 1 : parity;", "parity = stage == 0 ? parity : parity;"
+COPY_WAIT = """\
+      if (tile >= Config::kStages) mbarrier_wait(full + (Config::kStages + stage) * 8, parity);
+"""
+COPY_FILL = "      fill(stage, here);\n"
+COPY_SYNC = "      block_sync();\n      ring.copy_tiles();\n"
+LEFT = "      mbarrier_arrive(full + (Config::kStages + stage) * 8);\n"
+OWNER, SLOT = "eight ^ sharer : eight * 8 / T::kOwnRows;", "eight - 1 : sharer;"
 TAIL = "    if (first_key + Config::kTileN > request.prefix) {\n"
 ITEM = "split = divide(place, work.row_tiles),"
 FIRST = "first = work.first_tile(split);"
@@ -179,17 +193,43 @@ MUTANTS = {
     "later phases of a stage are not waited for": Mutant(
         FLASH, "ring.wait(stage, parity);", "if (tile < Config::kStages) ring.wait(stage, 0);", IN_FLASH
     ),
-    "the parity stays": Mutant(FLASH, "parity ^ 1 : parity", "parity : parity", IN_FLASH),
+    "the parity stays": Mutant(FLASH, f"\n    {PARITY}", f"\n    {STAYS}", IN_FLASH),
     "both row groups fill the first stages": Mutant(
         FLASH, "stage = group + i * Config::kRowGroups;", "stage = i * Config::kRowGroups;", IN_FLASH
     ),
+    # Warps that only copy.
+    "copying warps do not wait until a stage is left": Mutant(FLASH, COPY_WAIT, "", IN_FLASH, GROUP),
+    "one copying warp does not wait until a stage is left": Mutant(FLASH, COPY_WAIT, "", IN_FLASH, ONE_WARP),
+    "copying warps wait for the phase before": Mutant(
+        FLASH, "int stage = 0, parity = 1, next_place", "int stage = 0, parity = 0, next_place", IN_FLASH, GROUP
+    ),
+    "the parity of copying warps stays": Mutant(FLASH, f"\n      {PARITY}", f"\n      {STAYS}", IN_FLASH, GROUP),
+    "a thread does not tell copying warps that it has left": Mutant(
+        FLASH, LEFT, LEFT.replace("mbar", "if (thread_index() != 0) mbar"), IN_FLASH, GROUP
+    ),
+    "a stage is left before its values are read, beside copying warps": Mutant(
+        FLASH, PRODUCT + LEAVE, LEAVE + PRODUCT, IN_FLASH, GROUP
+    ),
+    "copying warps fetch the tile before": Mutant(
+        FLASH, "next_place = place(tile + 1);", "next_place = place(tile);", WRONG, GROUP
+    ),
+    "the first copy comes before the barriers are there": Mutant(
+        FLASH, COPY_SYNC, "      ring.copy_tiles();\n", IN_FLASH, GROUP,
+        also=(COPY_FILL, COPY_FILL + "      if (tile == 0) block_sync();\n"),
+    ),
     # Scores and softmax.
-    "scores go to the wrong owner": Mutant(FLASH, OWNER, OWNER.replace(";", " ^ 1;"), WRONG),
+    "scores go to the wrong owner": Mutant(FLASH, OWNER, OWNER.replace("sharer", "sharer ^ 1"), WRONG),
+    "scores of parts of the keys go to the wrong owner": Mutant(FLASH, OWNER, OWNER.replace(";", " ^ 1;"), WRONG, KEYS),
+    "scores go to the next sender's inbox": Mutant(FLASH, SLOT, SLOT.replace(" - 1", ""), IN_FLASH),
+    "a warp's own share of the scores is left out": Mutant(
+        FLASH, "sum = {own[i], own[i + 1], own[i + 2], own[i + 3]};", "sum = {0, 0, 0, 0};", WRONG
+    ),
+    "rows of Q stay in order": Mutant(FLASH, "((m * 2 + half) ^ first_eight)", "(m * 2 + half)", WRONG),
     "the keys of two parts change places": Mutant(
-        FLASH, "first = key_part * Config", "first = (Config::kKeySplit - 1 - key_part) * Config", WRONG, KEYS
+        FLASH, "received + key_part *", "received + (Config::kKeySplit - 1 - key_part) *", WRONG, KEYS
     ),
     "a slice of the head dimension is left out": Mutant(
-        FLASH, "slice < Config::kKSplit; slice++", "slice + 1 < Config::kKSplit; slice++", WRONG
+        FLASH, "sender < Config::kKSplit -", "sender + 1 < Config::kKSplit -", WRONG
     ),
     "the last chunk of Q is left out": Mutant(
         ELEMENTS, "exists && !(first_only && lane >= 2)", "exists && !first_only", WRONG
@@ -207,6 +247,13 @@ MUTANTS = {
     ),
     "older sums keep their scale": Mutant(FLASH, "total *= rescale;", "", WRONG, fields=SHARP),
     "older outputs keep their scale": Mutant(FLASH, "if (rescaled) rescale", "if (false) rescale", WRONG, fields=SHARP),
+    "factors overwrite weights": Mutant(
+        FLASH, "(at + Config::kTileN / 2, rescale)", "(at + Config::kTileN / 2 - 4, rescale)", "that nothing wrote"
+    ),
+    "factors are those of the next row": Mutant(
+        FLASH, "T::probability_row(group, 0, lane / 4) + C", "T::probability_row(group, 0, lane / 4 ^ 1) + C", WRONG,
+        fields=SHARP,
+    ),
     "only a warp's own rows are rescaled": Mutant(
         FLASH, "if (rescaled) rescale", "if (warp_any(rescale != 1)) rescale", WRONG, fields=SHARP
     ),
@@ -225,7 +272,7 @@ MUTANTS = {
         ELEMENTS, "fetched[2 * half + step];", "fetched[2 * half + 1 - step];", WRONG, fields=E4M3
     ),
     "half a fetch lies behind the row": Mutant(
-        FLASH, "thread_index() / 8 % 2 * 16 : 0;", "0 : 0;", "that nothing wrote", fields=E4M3
+        FLASH, "step_lane<Config>() / 8 % 2 * 16 : 0;", "0 : 0;", "that nothing wrote", fields=E4M3
     ),
     "even and odd columns change places": Mutant(
         ELEMENTS, "if (tile % 2 == 0) return", "if (tile % 2 != 0) return", WRONG, fields=E4M3
@@ -378,7 +425,7 @@ def planted(mutant: Mutant, folder: Path) -> Path:
     return templates
 
 
-@pytest.mark.parametrize("changes", [{}, EAGER, ALONE, KEYS], ids=["default", "eager", "alone", "keys"])
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_the_kernels_are_right_without_a_planted_bug(spec: Spec, changes: Candidate, cache_dir: Path) -> None:
     runs: tuple[tuple[int, Mapping[str, Value], Sequence[str]], ...] = (
         (SMS, {}, (*CASES, "chain", "many_nodes", *REQUESTS)),
