@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kgen.build import compile_step
 from kgen.build.ninja_run import run_jobs
-from kgen.build.toolchain import STDIN, Toolchain
+from kgen.build.toolchain import STDIN, Toolchain, has_family
 from kgen.errors import BuildError
 from kgen.resources import INCLUDE
 
@@ -195,10 +195,9 @@ def _with_features(arch: str) -> str:
 
     Such cubins run on the same devices: there is no other 9.x, and ``f`` means a family's later ones too (PTX ISA 8.8).
     """
-    generation = int(re.sub(r"\D", "", arch)) // 10
-    if not arch[-1].isdigit() or generation < 9:
+    if not arch[-1].isdigit():
         return arch
-    return f"{arch}{'a' if generation == 9 else 'f'}"
+    return f"{arch}f" if has_family(arch) else "sm_90a" if arch == "sm_90" else arch
 
 
 def _emulator_headers_digest() -> str:

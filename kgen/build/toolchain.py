@@ -69,7 +69,7 @@ class Toolchain:
     def builds(self, arch: str) -> bool:
         """Whether nvcc makes cubins for ``arch``; ``sm_120a`` and ``sm_120f`` count as ``sm_120``."""
         release = tuple(map(int, re.findall(r"\d+", self.nvcc_version)[:2]))
-        return arch.rstrip("af") in self.archs and (not _has_family(arch) or release >= OLDEST_WITH_FAMILIES)
+        return arch.rstrip("af") in self.archs and (not has_family(arch) or release >= OLDEST_WITH_FAMILIES)
 
     def require(self, arch: str) -> None:
         """Raise ToolchainError, which says what to do, unless this toolchain builds for ``arch``."""
@@ -152,12 +152,13 @@ def nvcc_candidates(host: Path, version: str) -> Iterator[NvccCandidate]:
 def cannot_build(toolchain: Toolchain, arch: str) -> str:
     """The sentence that says that a working nvcc is not good enough for ``arch``."""
     text = f"nvcc {toolchain.nvcc_version.split()[0]} at {toolchain.nvcc} cannot build {arch}"
-    if _has_family(arch):
+    if has_family(arch):
         return f"{text} (needs {'.'.join(map(str, OLDEST_WITH_FAMILIES))})"
     return f"{text} (it lists {', '.join(toolchain.archs)})"
 
 
-def _has_family(arch: str) -> bool:
+def has_family(arch: str) -> bool:
+    """Whether nvcc can build for the family of ``arch``, as in ``sm_120f``: from compute capability 10.0 on."""
     return re.match(r"sm_\d{3}", arch) is not None
 
 
