@@ -55,8 +55,8 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def database(spec: Spec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TuningDatabase]:
     """A winner of another source on sm_120, one that differs in its launch plan only on sm_90."""
     trials = [trial for layout in LAYOUTS for trial in proven_trials(spec, layout, changed_default(spec, **SMALL))]
-    waves = changed_default(spec, split_waves=2)
-    trials += [trial for layout in LAYOUTS for trial in proven_trials(spec, layout, waves, "sm_90")]
+    dealt = changed_default(spec, item_overhead_rows=32)
+    trials += [trial for layout in LAYOUTS for trial in proven_trials(spec, layout, dealt, "sm_90")]
     url = make_database(tmp_path_factory.mktemp("db") / "tuning.sqlite", trials)
     with TuningDatabase.open(url, read_only=True) as db:
         yield db
@@ -85,12 +85,12 @@ def test_winners_default_and_oracle_are_packed_once_each(spec: Spec, emitted: Em
     manifest = load_pack(emitted.out).manifest
     assert len(manifest.sources) == 3
     assert {variant.role for variant in manifest.variants.values()} == {"default", "oracle", "tuned"}
-    for target, waves, tile_m in (("sm_120", 1, 16), ("sm_90", 2, 64)):
+    for target, overhead, tile_m in (("sm_120", 128, 16), ("sm_90", 32, 64)):
         for layout in LAYOUTS:
             table = manifest.dispatch[target][layout]
             assert [dict(bucket.point) for bucket in table.buckets] == POINTS
             winner = manifest.variants[table.buckets[0].variant].candidate
-            assert (winner["split_waves"], winner["tile_m"]) == (waves, tile_m)
+            assert (winner["item_overhead_rows"], winner["tile_m"]) == (overhead, tile_m)
             assert manifest.variants[table.default].candidate == spec.default
             assert manifest.variants[table.oracle].candidate == spec.oracle
             assert table.layout == spec.layout(layout)

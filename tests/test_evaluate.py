@@ -227,7 +227,7 @@ def test_jobs_are_timed_in_one_batch_beside_the_default(monkeypatch: pytest.Monk
         {},
         {"gather": "cp_async"},
         {"stages": 2},
-        {"split_waves": 2},
+        {"item_overhead_rows": 32},
         {"refill": "eager"},
     ]
     variants = [variant(**change) for change in changes]

@@ -31,7 +31,7 @@ def spec(shipped: Spec) -> Spec:
         "tile_n": (16, 32),
         "k_split": (4, 5),
         "gather": ("bulk",),
-        "split_waves": (1,),
+        "item_overhead_rows": (128,),
     }
     return replace(shipped, tunables={**shipped.tunables, **small})
 

@@ -44,7 +44,7 @@ tunables:
   gather: [bulk]
   refill: [late, eager]
   blocks_per_sm: [1]
-  split_waves: [1, 2]
+  item_overhead_rows: [32, 128]
 default:
   algorithm: flash
   tile_m: 64
@@ -58,7 +58,7 @@ default:
   gather: bulk
   refill: late
   blocks_per_sm: 1
-  split_waves: 1
+  item_overhead_rows: 32
 oracle: {algorithm: oracle, warps: 4}
 workload:
   axes:

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mla_schedule import Item, dealt, dealt_by_plan, split_length
+from mla_schedule import Item, chosen_length, dealt, dealt_by_plan, last_end
 
 from kgen.bf16 import from_bf16
 from kgen.build import build
 from kgen.build.toolchain import find_toolchain
 from kgen.emulator import EmulatedModule
-from kgen.families.verify_mla import _splits
 from kgen.families.verify_mla_binding import LOG2_E, softmax_scale
+from kgen.families.verify_mla_schedule import equal_splits, grid_for
 from kgen.families.verify_mla_tiling import COPY_REGISTERS, Tiling
 from kgen.family import Array, Candidate, Case, Plan
 from kgen.render import render
@@ -88,7 +88,7 @@ def most_splits(candidate: Candidate, case: Case, sms: int) -> list[int]:
     items = dealt_by_plan(
         plan_of(candidate, case, sms), candidate, HEADS, case.options["prefixes"], case.options["nodes"]
     )
-    return list({item.request: item.splits for item in items}.values())
+    return [splits for _, splits in sorted({item.request: item.splits for item in items}.items())]
 
 
 # --- Lengths ---------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def left_and_told(name: str, batch: str, cache_dir: Path, **changes: int) -> tup
     candidate, (prefixes, nodes, sms) = FLASH[name], BATCHES[batch]
     case = case_of(prefixes, nodes, mask="chain")
     plan = plan_of(candidate, case, sms)
-    shape = plan.scalars["work_slots"], int(candidate["tile_m"])
+    shape = plan.workspace_bytes["partial_lse"] // 4 // int(candidate["tile_m"]), int(candidate["tile_m"])
     inputs = FAMILY.make_inputs(LAYOUT, case, 0)
     left = {"partial_lse": np.full(shape, np.nan, np.float32)}
     found = run(candidate, case, replace(plan, launches=plan.launches[:1]), inputs, cache_dir, **left)["partial_lse"]
@@ -232,38 +232,74 @@ def test_the_batches_above_are_dealt_in_every_way() -> None:
         for batch, (prefixes, nodes, sms) in BATCHES.items()
     }
     assert counts == {
-        "one request": [15],
-        "one request, few blocks": [4],
-        "one request of many rows": [7],
-        "ragged": [11, 1, 1, 3],
-        "too few blocks": [1, 1],
-        "more requests than lanes": [1, 2] * 13,
+        "one request": [22],
+        "one request, few blocks": [5],
+        "one request of many rows": [10],
+        "ragged": [15, 1, 1, 3],
+        "too few blocks": [2, 1],
+        "more requests than lanes": [1, 3] * 13,
+    }
+
+
+def scalars_for(slots: int, min_split_tiles: int, item_overhead_tiles: int) -> dict[str, int]:
+    return {
+        "work_slots": slots,
+        "min_split_tiles": min_split_tiles,
+        "item_overhead_tiles": item_overhead_tiles,
     }
 
 
 def test_the_host_splits_equal_requests_as_the_device_does() -> None:
     for slots in range(1, 40):
-        for pairs in range(1, 12):
-            for tiles in range(1, 40):
+        for row_tiles in range(1, 12):
+            for key_tiles in range(1, 40):
                 for least in (1, 2, 4):
-                    length = split_length(slots, least, pairs, pairs * tiles)
-                    expected = 1 if length is None else len(range(0, tiles, length))
-                    assert _splits(slots, pairs, tiles, least) == expected, (slots, pairs, tiles, least)
+                    scalars = scalars_for(slots, least, 3)
+                    length = chosen_length(scalars, [row_tiles], [key_tiles])
+                    assert equal_splits(scalars, row_tiles, key_tiles) == -(-key_tiles // length)
 
 
 @given(
     requests=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 40)), min_size=1, max_size=50),
     slots=st.integers(1, 400),
     tile_m=st.sampled_from([16, 32, 64]),
-    tile_n=st.sampled_from([16, 32]),
+    tile_n=st.sampled_from([16, 32, 64]),
 )
 def test_there_is_a_block_for_every_item(requests: list[tuple[int, int]], slots: int, tile_m: int, tile_n: int) -> None:
     prefixes, nodes = [prefix for prefix, _ in requests], [count for _, count in requests]
-    scalars = {"work_slots": slots, "min_split_tiles": 64 // tile_n}
+    most_row_tiles = len(requests) * max(1, -(-max(nodes) * HEADS // tile_m))
+    most_key_tiles = -(-(max(prefixes) + max(1, *nodes)) // tile_n)
+    grid = grid_for(slots=slots, row_tiles=most_row_tiles, key_tiles=most_key_tiles, tile_n=tile_n)
+    scalars = scalars_for(slots, grid.min_split_tiles, 3)
     items = dealt(scalars, tile_m, tile_n, HEADS, prefixes, nodes)
-    row_tiles = sum(-(-count * HEADS // tile_m) for count in nodes)
-    assert len(items) <= max(slots, row_tiles)
+    assert len(items) <= grid.blocks
+    assert sum(item.splits > 1 for item in items) <= grid.partials
     assert all(item.last_key > item.first_key for item in items)
+
+
+SLOTS = 132
+LONG_AND_SHORT = {
+    "40 equal requests": ([4096] * 40, 1.2),
+    "67 equal requests, one row tile more than slots": ([4096] * 67, 1.4),
+    "one request a hundred times longer": ([64000] + [640] * 63, 1.25),
+    "the long request last": ([640] * 63 + [64000], 1.25),
+    "lengths spread evenly": ([256 * i for i in range(1, 65)], 1.25),
+    "one request": ([65536], 1.05),
+}
+
+
+@pytest.mark.parametrize("name", LONG_AND_SHORT)
+def test_blocks_end_together(name: str) -> None:
+    """Beside a division without remainders, of items that all have the overhead once."""
+    prefixes, most = LONG_AND_SHORT[name]
+    tile_m, tile_n, nodes = 64, 32, [16] * len(prefixes)
+    grid = grid_for(
+        slots=SLOTS, row_tiles=2 * len(prefixes), key_tiles=-(-(max(prefixes) + 16) // tile_n), tile_n=tile_n
+    )
+    scalars = scalars_for(SLOTS, grid.min_split_tiles, 3)
+    items = dealt(scalars, tile_m, tile_n, HEADS, prefixes, nodes)
+    best = sum(item.tiles(tile_n) for item in items) / SLOTS + 3
+    assert last_end(scalars, tile_n, items) <= most * best
 
 
 # --- Rows in e4m3 ----------------------------------------------------------------------------------------------------
@@ -311,7 +347,7 @@ COPIED: dict[str, tuple[str, Candidate]] = {
     ),
     "group, four row groups": (
         "h8_p1",
-        {**GROUP, "row_groups": 4, "k_split": 2, "gather": "cp_async"},
+        {**GROUP, "row_groups": 4, "k_split": 2},
     ),
 }
 
@@ -349,6 +385,13 @@ def test_registers_that_warps_take_are_handed_on(layout_name: str, target_name: 
         (8, 1, "group", 240),
         (4, 2, "group", 232),
     }
+
+
+def test_copying_warps_that_hand_on_registers_are_a_group_of_their_own() -> None:
+    """Warps 0 to 3 hand registers on together (PTX ISA, setmaxnreg): half of them cannot copy and half multiply."""
+    candidate = {**SMALL_GROUP, "warps": 2, "k_split": 2, "stages": 2}
+    assert Tiling({**candidate, "copiers": "all"}, LAYOUT).divides()
+    assert not Tiling(candidate, LAYOUT).divides()
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_120"])

@@ -28,12 +28,21 @@ from kgen.families.verify_mla_binding import (
     softmax_scale,
 )
 from kgen.families.verify_mla_problem import attend, draw_inputs, present, rows_within
+from kgen.families.verify_mla_schedule import (
+    SCHEDULE_WARPS,
+    SCHEDULE_WORDS,
+    SPLIT_ROOM,
+    Grid,
+    equal_splits,
+    grid_for,
+)
 from kgen.families.verify_mla_tiling import (
     COPY_REGISTERS,
     COPY_WARPS,
     PROBABILITY_PAD,
     Tiling,
     element_bytes,
+    group_copies_in_bulk,
     integer,
     is_flash,
     refills_one_way,
@@ -69,9 +78,7 @@ LAYOUT_LIMITS = {  # least and most; int32 row counts and a kernel's registers b
 COMBINE_THREADS = 4  # most threads that share four columns of a row where one block has all of them
 COMBINE_COLUMNS = 128  # fewest columns of a combine block: one warp
 COMBINE_LOADS = 12  # splits that one thread of the combine can have in flight at once
-SCHEDULE_WORDS = 12  # uint32 of an item in a schedule, in 16-byte parts
-SCHEDULE_WARPS = 4  # of a block that makes a schedule, an item each
-MIN_SPLIT_ROWS = 32  # a shorter split costs more in the combine than it saves
+WORK_SCALARS = ("work_slots", "min_split_tiles", "item_overhead_tiles", "combine_groups", "combine_parts")
 GATHER_COST = {"bulk": 1.0, "cp_async": 1.3}  # 16-byte copies reach 1.3 to 1.7 times fewer bytes a clock (H200)
 
 
@@ -79,7 +86,7 @@ class VerifyMla(Family):
     """The family; shapes and dtypes of its parameters are beside them."""
 
     name: ClassVar[str] = "verify_mla"
-    plan_version: ClassVar[int] = 5
+    plan_version: ClassVar[int] = 6
     template: ClassVar[str] = "verify_mla.cu.j2"
     params: ClassVar[ParameterStruct] = ParameterStruct(
         (
@@ -93,15 +100,16 @@ class VerifyMla(Family):
             Parameter("tree_mask", "pointer"),  # uint32 [tokens, mask_words], or null: a chain
             Parameter("out", "pointer"),  # bf16 [tokens, heads, latent]
             Parameter("lse", "pointer"),  # float32 [tokens, heads], natural logarithm, or null
-            Parameter("partial_out", "pointer"),  # bf16 [work_slots, tile_m, latent]
-            Parameter("partial_lse", "pointer"),  # float32 [work_slots, tile_m], base 2
+            Parameter("partial_out", "pointer"),  # bf16 [partial items, tile_m, latent]
+            Parameter("partial_lse", "pointer"),  # float32 [partial items, tile_m], base 2
             Parameter("merges", "pointer"),  # uint32 [tokens x heads, 4]: first partial row, stride, splits, 0
             Parameter("schedule", "pointer"),  # uint32 [blocks, 12]: what each block does, or null: it finds it itself
             Parameter("kv_stride_bytes", "int32"),  # from one pool row to the next
             Parameter("batch", "int32"),
             Parameter("heads", "int32"),
-            Parameter("work_slots", "int32"),  # blocks that requests are split for
+            Parameter("work_slots", "int32"),  # blocks that run at once
             Parameter("min_split_tiles", "int32"),  # KV tiles that a split has at least
+            Parameter("item_overhead_tiles", "int32"),  # KV tiles that a block could do while it starts and ends
             Parameter("combine_groups", "int32"),  # threads that share a column of the combine
             Parameter("combine_parts", "int32"),  # blocks that share a row of the combine
             Parameter("mask_words", "int32"),
@@ -128,6 +136,7 @@ class VerifyMla(Family):
         Constraint("shared memory fits", shared_fits),
         Constraint("registers fit", registers_fit),
         Constraint("copying warps refill one way", refills_one_way),
+        Constraint("a group copies in bulk", group_copies_in_bulk),
     )
 
     def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
@@ -155,8 +164,8 @@ class VerifyMla(Family):
         if not is_flash(candidate):
             return shared
         tiling = Tiling(candidate, layout)
-        # split_waves is decided on the host: it is no part of the source, so its values share one cubin.
-        compiled = {name: value for name, value in candidate.items() if name != "split_waves"}
+        # item_overhead_rows is the host's: it is no part of the source, so its values share one cubin.
+        compiled = {name: value for name, value in candidate.items() if name != "item_overhead_rows"}
         return shared | compiled | {
             "packet_floats": tiling.packet_floats,
             "copy_warps": tiling.copy_warps,
@@ -168,6 +177,7 @@ class VerifyMla(Family):
             "combine_groups": _combine_groups(layout),
             "combine_shared_bytes": _combine_shared_bytes(layout),
             "combine_loads": COMBINE_LOADS,
+            "split_room": SPLIT_ROOM,
             "schedule_words": SCHEDULE_WORDS,
             "schedule_warps": SCHEDULE_WARPS,
             "shared_bytes": tiling.shared_bytes,
@@ -189,36 +199,40 @@ class VerifyMla(Family):
         if not is_flash(candidate):
             oracle = kernels[0]
             launch = Launch(oracle.entry, (rows, 1, 1), oracle.threads, oracle.shared_bytes)
-            return Plan((launch,), {}, _work_scalars(0, 0, 0, 0))
+            return Plan((launch,), {}, dict.fromkeys(WORK_SCALARS, 0))
         flash, combine, schedule = kernels
         tile_m, tile_n = integer(candidate, "tile_m"), integer(candidate, "tile_n")
-        pairs = capacity["batch"] * -(-capacity["nodes"] * integer(layout, "heads") // tile_m)
-        tiles = -(-(capacity["prefix"] + capacity["nodes"]) // tile_n)
-        if pairs * tiles >= 1 << 31:
-            raise TensorError("capacity", "is too large for one launch", seen=f"{pairs} x {tiles} tiles")
-        min_split_tiles = -(-MIN_SPLIT_ROWS // tile_n)
-        most = pairs * -(-tiles // min_split_tiles)
-        slots = min(sms * max(resident_blocks, 1) * integer(candidate, "split_waves"), most)
-        if slots * tile_m * integer(layout, "latent") >= 1 << 32:  # the combine's offsets
-            raise TensorError("capacity", "has too many partial results", seen=f"{slots} blocks of {tile_m} rows")
-        blocks = max(slots, pairs)
-        main = Launch(flash.entry, (blocks, 1, 1), flash.threads, flash.shared_bytes)
-        deal = Launch(schedule.entry, (-(-blocks // SCHEDULE_WARPS), 1, 1), schedule.threads, schedule.shared_bytes)
-        workspace = {"schedule": deal.grid[0] * SCHEDULE_WARPS * SCHEDULE_WORDS * 4}
-        if slots == 1 or most == pairs:  # no request can be split
-            scalars = _work_scalars(slots, min_split_tiles, 0, 0)
+        row_tiles = capacity["batch"] * -(-capacity["nodes"] * integer(layout, "heads") // tile_m)
+        key_tiles = -(-(capacity["prefix"] + capacity["nodes"]) // tile_n)
+        if row_tiles * key_tiles >= 1 << 31:
+            raise TensorError("capacity", "is too large for one launch", seen=f"{row_tiles} x {key_tiles} tiles")
+        if capacity["batch"] * capacity["prefix"] >= 1 << 31:  # kv_indptr's sums
+            seen = f"{capacity['batch']} x {capacity['prefix']} keys"
+            raise TensorError("capacity", "is too large for one launch", seen=seen)
+        slots = sms * max(resident_blocks, 1)
+        grid = grid_for(slots=slots, row_tiles=row_tiles, key_tiles=key_tiles, tile_n=tile_n)
+        overhead_tiles = -(-integer(candidate, "item_overhead_rows") // tile_n)
+        if grid.partials * tile_m * integer(layout, "latent") >= 1 << 32:  # the combine's offsets
+            seen = f"{grid.partials} blocks of {tile_m} rows"
+            raise TensorError("capacity", "has too many partial results", seen=seen)
+        main = Launch(flash.entry, (grid.blocks, 1, 1), flash.threads, flash.shared_bytes)
+        dealers = -(-grid.blocks // SCHEDULE_WARPS)
+        deal = Launch(schedule.entry, (dealers, 1, 1), schedule.threads, schedule.shared_bytes)
+        workspace = {"schedule": dealers * SCHEDULE_WARPS * SCHEDULE_WORDS * 4}
+        scalars = _work_scalars(grid, overhead_tiles)
+        if grid.partials == 0:  # no request can be split
             return Plan((main,), workspace, scalars, (deal,), ("schedule",))
         parts = integer(layout, "latent") // COMBINE_COLUMNS if rows <= sms else 1
-        splits = _splits(slots, pairs, tiles, min_split_tiles)
+        splits = equal_splits(scalars, row_tiles, key_tiles)
         groups = min(COMBINE_THREADS * parts, -(-splits // COMBINE_LOADS))
         threads = integer(layout, "latent") // 4 // parts * groups
         merge = Launch(combine.entry, (rows, parts, 1), threads, combine.shared_bytes)
         workspace |= {
-            "partial_out": slots * tile_m * integer(layout, "latent") * 2,
-            "partial_lse": slots * tile_m * 4,
+            "partial_out": grid.partials * tile_m * integer(layout, "latent") * 2,
+            "partial_lse": grid.partials * tile_m * 4,
             "merges": rows * 16,
         }
-        scalars = _work_scalars(slots, min_split_tiles, groups, parts)
+        scalars |= {"combine_groups": groups, "combine_parts": parts}
         return Plan((main, merge), workspace, scalars, (deal,), ("schedule",))
 
     def proving_plans(
@@ -251,6 +265,10 @@ class VerifyMla(Family):
             case("page_tail", [63, 65], [few, few], wide=("kv_indices", "kv_indptr"), lse=False),
             case("chain", [125 if heads <= 16 else 40], [4 * few + 1], mask="chain", lse=True),  # splits of row tiles
             case("many_nodes", [50], [many], lse=True),
+            case("sharp", [150], [few], sharpness=6, lse=True),  # O is rescaled on the way
+            case(
+                "blind_nodes", [0], [33 if heads <= 16 else few], blind=2, lse=True, spare_batch=1
+            ),  # rows that see nothing
             case("padded_request", [90, 1], [few, few], padded=1, lse=True, spare_batch=1),
             case("many_splits", [1030, 70], [1, 1], lse=True),  # more than one combine group, and round of loads
             case("many_requests", [3, 70, *[0] * 34, 1, 130], [1, 1, *[0] * 33, 1, 1, 1], lse=True),  # over 32
@@ -319,7 +337,7 @@ class VerifyMla(Family):
         tiling = Tiling(candidate, layout)
         tiles = -(-keys // tiling.tile_n)
         pairs = point["batch"] * -(-point["nodes"] * integer(layout, "heads") // tiling.tile_m)
-        splits = _splits(plan.scalars["work_slots"], pairs, tiles, plan.scalars["min_split_tiles"])
+        splits = equal_splits(plan.scalars, pairs, tiles)
         flash = LaunchDemand(
             main.entry,
             blocks=pairs * splits,
@@ -341,12 +359,11 @@ class VerifyMla(Family):
         return (flash, merge)
 
 
-def _work_scalars(slots: int, min_split_tiles: int, combine_groups: int, combine_parts: int) -> dict[str, int]:
-    return {
-        "work_slots": slots,
-        "min_split_tiles": min_split_tiles,
-        "combine_groups": combine_groups,
-        "combine_parts": combine_parts,
+def _work_scalars(grid: Grid, overhead_tiles: int) -> dict[str, int]:
+    return dict.fromkeys(WORK_SCALARS, 0) | {
+        "work_slots": grid.slots,
+        "min_split_tiles": grid.min_split_tiles,
+        "item_overhead_tiles": overhead_tiles,
     }
 
 
@@ -358,13 +375,6 @@ def _with_most_groups(plan: Plan) -> Plan:
     return replace(
         plan, launches=(flash, replace(merge, threads=threads)), scalars={**plan.scalars, "combine_groups": groups}
     )
-
-
-def _splits(slots: int, pairs: int, tiles: int, min_split_tiles: int) -> int:
-    """Splits of each of ``pairs`` row tiles x requests that all have ``tiles`` KV tiles, as the device deals them."""
-    if slots <= pairs:
-        return 1
-    return -(-tiles // max(-(-pairs * tiles // (slots - pairs)), min_split_tiles))
 
 
 def _combine_threads(layout: Layout) -> int:

@@ -39,15 +39,16 @@ def draw_inputs(layout: Layout, case: Case, seed: int) -> dict[str, Array | None
         return np.resize(encode(rng.standard_normal(count, dtype=np.float32)), shape)
 
     encode_kv = to_bf16 if layout["dtype"] == "bf16" else to_e4m3
+    sharpness = np.float32(options.get("sharpness", 1))  # how far apart scores are: peaks then rise on the way
     return {
-        "q": normal(to_bf16, tokens, integer(layout, "heads"), head_dim),
+        "q": normal(lambda values: to_bf16(values * sharpness), tokens, integer(layout, "heads"), head_dim),
         "kv_pool": normal(encode_kv, pool_rows, head_dim),
         "draft_kv": None if in_pool else normal(encode_kv, tokens, head_dim),
         "kv_indices": index("kv_indices", np.concatenate(prefix_slots)),
         "kv_indptr": index("kv_indptr", np.cumsum([0, *prefixes])),
         "qo_indptr": index("qo_indptr", np.cumsum([0, *nodes])),
         "draft_slots": index("draft_slots", np.concatenate(draft_slots)) if in_pool else None,
-        "tree_mask": _random_trees(nodes, rng) if options.get("mask", "tree") == "tree" else None,
+        "tree_mask": None if options.get("mask") == "chain" else _random_masks(nodes, rng, options.get("blind", 0)),
     }
 
 
@@ -114,6 +115,16 @@ def _scatter(lengths: list[int], page: int, rng: np.random.Generator) -> tuple[l
         slots.append((starts[:, None] + np.arange(page)).reshape(-1)[:length])
         at += count
     return slots, int(order.max() + 1) * page
+
+
+def _random_masks(nodes: list[int], rng: np.random.Generator, blind: int) -> Array:
+    """`_random_trees`; with ``blind``, every so many-th node sees none, and bits past a request's nodes are set."""
+    masks = _random_trees(nodes, rng)
+    if blind:
+        bits = np.arange(masks.shape[1] * 32)
+        masks[::blind] = 0
+        masks |= np.concatenate([pack_mask(np.tile(bits >= count, (count, 1)), masks.shape[1]) for count in nodes])
+    return masks
 
 
 def _random_trees(nodes: list[int], rng: np.random.Generator) -> Array:

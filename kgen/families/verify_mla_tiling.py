@@ -126,6 +126,7 @@ class Tiling:
             and self.latent % (32 * self.group_warps) == 0
             and self.tile_n % self.fill_warps == 0
             and self.tile_n // self.fill_warps <= 32
+            and (self.copy_warps != 4 or self.warps % 4 == 0)  # whole groups of four hand registers on or take them
             and self.row_groups + (1 if self.copy_warps else self.stages) <= NAMED_BARRIERS
         )
 
@@ -205,6 +206,11 @@ def registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool:
     tiling = Tiling(candidate, layout)
     cap = min(target.registers_per_thread, target.registers_per_sm // (tiling.threads * tiling.blocks_per_sm))
     return tiling.register_floor + REGISTER_SLACK <= (tiling.warp_registers or cap)
+
+
+def group_copies_in_bulk(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    """Constraint: with `COPY_REGISTERS` a thread, addresses of 16-byte copies spill (nvcc 13.0)."""
+    return not is_flash(candidate) or candidate["copiers"] != "group" or candidate["gather"] == "bulk"
 
 
 def refills_one_way(candidate: Candidate, layout: Layout, target: Target) -> bool:

@@ -312,13 +312,23 @@ MUTANTS = {
         SCHEDULE, "if (first > 0) work =", "if (first > 32) work =", RACE, cases=REQUESTS
     ),
     "requests past a warp's lanes are left out of the sums": Mutant(
-        SCHEDULE, "tiles += more.row_tiles * more.key_tiles;", "tiles += 0;", OUTSIDE, cases=REQUESTS, sms=7
+        SCHEDULE, "load.tiles += work.row_tiles * work.key_tiles;", "load.tiles += 0;", NAN, cases=REQUESTS, sms=2
     ),
-    "row tiles past a warp's lanes are left out of the sums": Mutant(
-        SCHEDULE, "row_tiles += more.row_tiles;", "row_tiles += 0;", OUTSIDE, cases=REQUESTS, sms=7
+    "requests past a warp's lanes are left out of the items that are split": Mutant(
+        SCHEDULE, "first == 0 ? first_work : request_work<Config>(params, first + lane);", "first_work;", NAN,
+        cases=REQUESTS,
     ),
-    "every block is given a split, and no row tile its own": Mutant(
-        SCHEDULE, "params.work_slots - row_tiles;", "params.work_slots;", NAN, sms=5
+    "more items than blocks": Mutant(
+        SCHEDULE, "most(ceil_divide(load.tiles, room), params.min_split_tiles)", "params.min_split_tiles", NAN, sms=2
+    ),
+    "all items are taken for those of requests that are split": Mutant(
+        SCHEDULE, "if (key_tiles > length) split_items", "split_items", NAN
+    ),
+    "items of requests that are not split start anew": Mutant(
+        SCHEDULE, "int items = is_split ? 0 : cut.split_items;", "int items = 0;", OUTSIDE
+    ),
+    "requests that are split and others change places": Mutant(
+        SCHEDULE, "(work.splits > 1) == is_split", "(work.splits > 1) != is_split", NAN
     ),
     # The schedule that calls share; blocks that find their own work do not see these.
     "the schedule is stored with another request's first node": Mutant(

@@ -5,11 +5,26 @@
 
 namespace kgen {
 
+KGEN_DEVICE int least(int a, int b) { return a < b ? a : b; }
+KGEN_DEVICE int most(int a, int b) { return a > b ? a : b; }
+
 // `kLanes` is a power of two; every lane of a group gets its group's result.
 template <int kLanes>
 KGEN_DEVICE float lanes_maximum(float value) {
   KGEN_UNROLL
   for (int mask = 1; mask < kLanes; mask *= 2) value = maximum(value, shuffle_xor(value, mask));
+  return value;
+}
+template <int kLanes>
+KGEN_DEVICE int lanes_least(int value) {
+  KGEN_UNROLL
+  for (int mask = 1; mask < kLanes; mask *= 2) value = least(value, shuffle_xor(value, mask));
+  return value;
+}
+template <int kLanes>
+KGEN_DEVICE int lanes_most(int value) {
+  KGEN_UNROLL
+  for (int mask = 1; mask < kLanes; mask *= 2) value = most(value, shuffle_xor(value, mask));
   return value;
 }
 template <int kLanes, typename T>

@@ -87,9 +87,7 @@ KGEN_DEVICE void combine(const Params& params) {
   const float inverse = total == 0 ? 0 : 1 / total;
   const uint2v packed{pack_bf16x2(sum.x * inverse, sum.y * inverse), pack_bf16x2(sum.z * inverse, sum.w * inverse)};
   params.out.template store_as<uint2v>(static_cast<int64_t>(row) * Config::kLatent + column, packed);
-  if (params.lse && column == 0) {
-    params.lse.store(row, total == 0 ? -infinity() : (peak + log2_approx(total)) * kLn2);
-  }
+  if (params.lse && column == 0) params.lse.store(row, (peak + log2_approx(total)) * kLn2);
 }
 
 }  // namespace kgen::verify_mla

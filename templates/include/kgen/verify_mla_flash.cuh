@@ -394,9 +394,9 @@ struct Softmax {
     KGEN_UNROLL
     for (int i = 1; i < T::kLaneKeys; i++) tile_peak = maximum(tile_peak, s[i]);
     float rescale = 1;
-    if (warp_any(tile_peak > base + (kSlack + kLift))) {
+    if (warp_any(tile_peak - base > kSlack + kLift)) {
       tile_peak = lanes_maximum<4>(tile_peak);
-      if (tile_peak > base + (kSlack + kLift)) {
+      if (tile_peak - base > kSlack + kLift) {
         const float next = tile_peak - kLift;
         rescale = exp2_approx(base - next);
         base = next;
@@ -595,11 +595,10 @@ KGEN_DEVICE void flash(const Params& params) {
   }
 
   // Normalise: the warps that own a row hand kv_scale / total to those that own its columns.
-  named_barrier_sync(1 + group, T::kGroupWarps * 32);
   const float total = lanes_sum<4>(softmax.total);
   if (owns && lane % 4 == 0) {
     factors.store(own_row, total == 0 ? 0 : params.kv_scale / total);
-    const float lse = total == 0 ? -infinity() : softmax.base + log2_approx(total);
+    const float lse = softmax.base + log2_approx(total);  // -inf where no key was seen
     if (own_row < rows) {
       if (item.splits > 1) {
         params.partial_lse.store(static_cast<int64_t>(block_index_x()) * Config::kTileM + own_row, lse);

@@ -26,6 +26,7 @@ struct Params {
   int32_t heads;
   int32_t work_slots;
   int32_t min_split_tiles;
+  int32_t item_overhead_tiles;
   int32_t combine_groups;
   int32_t combine_parts;
   int32_t mask_words;

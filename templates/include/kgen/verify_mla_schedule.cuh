@@ -1,6 +1,7 @@
 // Deals a batch to the blocks of a grid, on the device, from the lengths of the moment: an item is one tile of query
-// rows x one split of the keys of one request. Long requests get more splits, so that all items take as long. A block
-// finds its item itself, or loads it from a schedule that one launch made for the many calls with the same lengths.
+// rows x one split of the keys of one request. Splits have about one length in the whole batch, which is chosen so that
+// the blocks end together. A block finds its item itself, or loads it from a schedule that one launch made for the many
+// calls with the same lengths.
 #pragma once
 
 #include <kgen/reductions.cuh>
@@ -34,7 +35,9 @@ struct Item {
 
 // Of numbers that are not negative.
 KGEN_DEVICE int divide(int a, int b) { return static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b)); }
-KGEN_DEVICE int ceil_divide(int a, int b) { return divide(a + b - 1, b); }
+KGEN_DEVICE int ceil_divide(int a, int b) {
+  return static_cast<int>((static_cast<uint32_t>(a) + b - 1) / static_cast<uint32_t>(b));
+}
 
 template <typename Config>
 KGEN_DEVICE Work request_work(const Params& params, int index) {
@@ -47,13 +50,49 @@ KGEN_DEVICE Work request_work(const Params& params, int index) {
   return work;
 }
 
-// The least length of a split with which all items fit `work_slots` blocks:
-// sum of row_tiles * ceil(key_tiles / length) <= sum of row_tiles * (key_tiles / length + 1) <= work_slots.
-KGEN_DEVICE int split_length(const Params& params, int row_tiles, int tiles) {
-  const int room = params.work_slots - row_tiles;
-  if (room <= 0) return tiles > 0 ? tiles : 1;
-  const int length = ceil_divide(tiles, room);
-  return length > params.min_split_tiles ? length : params.min_split_tiles;
+// Sums over a batch, of row tiles and of row tiles x key tiles, and the most key tiles of a request.
+struct Load {
+  int row_tiles;
+  int tiles;
+  int longest;
+};
+
+// The most key tiles that a split has, and how many items the requests make that have more than one.
+struct Cut {
+  int length;
+  int split_items;
+};
+
+// The length with which the last block ends first. The grid's blocks start in the order of their numbers, one as soon as
+// another of `work_slots` ends, and take an item's key tiles and `item_overhead_tiles` more. All have ended after as many
+// rounds of the longest item as there are items for a slot; and also after their mean share and one item (R. L. Graham,
+// Bounds on multiprocessing timing anomalies, 1969). Every lane tries one length. The shortest makes no more items than
+// the grid has blocks: sum of row_tiles * ceil(key_tiles / length) <= tiles / length + row_tiles.
+template <typename Config>
+KGEN_DEVICE Cut choose_cut(const Params& params, const Load& load, const Work& first_work) {
+  const int lane = thread_index() % 32, slots = params.work_slots, share = ceil_divide(load.tiles, slots);
+  const int room = slots + Config::kSplitRoom * least(load.row_tiles, slots);
+  const int shortest = most(ceil_divide(load.tiles, room), params.min_split_tiles);
+  const int longest = most(load.longest / 2 < share ? load.longest : 2 * share, shortest);
+  int length = longest - static_cast<int>(static_cast<uint32_t>(longest - shortest) * lane / 31);
+  length = most(ceil_divide(load.longest, most(ceil_divide(load.longest, length), 1)), shortest);
+
+  int items = 0, split_items = 0;
+  KGEN_UNROLL_BY(1)
+  for (int first = 0; first < params.batch; first += 32) {
+    const Work work = first == 0 ? first_work : request_work<Config>(params, first + lane);
+    KGEN_UNROLL_BY(1)
+    for (int i = 0; i < 32 && first + i < params.batch; i++) {
+      const int row_tiles = shuffle(work.row_tiles, i), key_tiles = shuffle(work.key_tiles, i);
+      const int more = row_tiles * ceil_divide(key_tiles, length);
+      items += more;
+      if (key_tiles > length) split_items += more;
+    }
+  }
+  const int rounds = ceil_divide(items, slots), item = length + params.item_overhead_tiles;
+  const int end = least(rounds * item, share + rounds * params.item_overhead_tiles + item);
+  const int best = lowest_lane(warp_ballot(end == lanes_least<32>(end)));
+  return {shuffle(length, best), shuffle(split_items, best)};
 }
 
 // No split is longer than `length`, and none is empty.
@@ -64,31 +103,41 @@ KGEN_DEVICE void divide_keys(Work& work, int length) {
   work.longer = work.key_tiles - work.share * work.splits;
 }
 
-// The request that holds item `target`; `splits` is 0 if none does. All lanes of a warp ask for the same. One request
-// needs no search.
+// The request that holds item `target`; `splits` is 0 if none does. Items of requests with more than one split come first:
+// only these leave partial results, and they are the longer ones. All lanes of a warp ask for the same. One request needs
+// no search.
 template <typename Config>
 KGEN_DEVICE Work find_work(const Params& params, int target) {
   const int lane = thread_index() % 32;
   Work work = request_work<Config>(params, params.batch == 1 ? 0 : lane);
+  Load load{work.row_tiles, work.row_tiles * work.key_tiles, work.key_tiles};
+  if (params.batch > 1) {
+    const Work first_work = work;
+    KGEN_UNROLL_BY(1)
+    for (int first = 32; first < params.batch; first += 32) {
+      work = request_work<Config>(params, first + lane);
+      load.row_tiles += work.row_tiles;
+      load.tiles += work.row_tiles * work.key_tiles;
+      load.longest = most(load.longest, work.key_tiles);
+    }
+    load = {warp_sum(load.row_tiles), warp_sum(load.tiles), lanes_most<32>(load.longest)};
+    work = first_work;
+  }
+  load = {warp_uniform(load.row_tiles), warp_uniform(load.tiles), warp_uniform(load.longest)};
+  const Cut cut = choose_cut<Config>(params, load, work);
   if (params.batch == 1) {
-    divide_keys(work, split_length(params, work.row_tiles, work.row_tiles * work.key_tiles));
+    divide_keys(work, cut.length);
     if (target >= work.row_tiles * work.splits) work.splits = 0;
     return work;
   }
-  int row_tiles = work.row_tiles, tiles = work.row_tiles * work.key_tiles;
-  KGEN_UNROLL_BY(1)
-  for (int first = 32; first < params.batch; first += 32) {
-    const Work more = request_work<Config>(params, first + lane);
-    row_tiles += more.row_tiles;
-    tiles += more.row_tiles * more.key_tiles;
-  }
-  const int length = split_length(params, warp_sum(row_tiles), warp_sum(tiles));
-  int items = 0;
+  const bool is_split = target < cut.split_items;
+  int items = is_split ? 0 : cut.split_items;
   KGEN_UNROLL_BY(1)
   for (int first = 0; first < params.batch; first += 32) {
     if (first > 0) work = request_work<Config>(params, first + lane);
-    divide_keys(work, length);
-    const int mine = work.row_tiles * work.splits, end = items + lanes_running_sum(mine);
+    divide_keys(work, cut.length);
+    const int mine = (work.splits > 1) == is_split ? work.row_tiles * work.splits : 0;
+    const int end = items + lanes_running_sum(mine);
     const uint32_t after = warp_ballot(end > target);
     if (after != 0) {
       const int owner = lowest_lane(after);
