@@ -152,7 +152,7 @@ def _kind(path: Path, line: bytes) -> _Parser:
     try:
         [(kind, version)] = json.loads(line).items()
         found = _PARSERS[kind]
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError):
         raise DatabaseError(
             f"{path}:1", "not the text form of a tuning database", remedy="give a file made by 'kgen db export'"
         ) from None
