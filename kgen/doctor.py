@@ -81,6 +81,9 @@ def _guarded(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     """The findings of a check, or one that says how it failed: a sick machine is what a doctor is for."""
     try:
         return check()
+    except KgenError as error:
+        seen = f", {error.seen}" if error.seen else ""
+        return [Finding(name, "missing", f"{error.where}: {error.wrong}{seen}", error.remedy)]
     except Exception as error:  # noqa: BLE001 - one broken part must not hide the others
         return [Finding(name, "missing", f"the check failed: {type(error).__name__}: {error}", _REPORT)]
 

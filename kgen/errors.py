@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class KgenError(Exception):
     """An error of kgen's own, printed as ``where: wrong, seen; remedy`` and never as a traceback.
@@ -20,6 +22,14 @@ class KgenError(Exception):
         if remedy:
             text += f"; {remedy}"
         super().__init__(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it gets from one process to another whole: ``args`` has its text, which is not what makes it."""
+        return _with_text, (type(self), *self.args), self.__dict__
+
+
+def _with_text(kind: type[KgenError], text: str) -> KgenError:
+    return kind.__new__(kind, text)
 
 
 class InputError(KgenError):

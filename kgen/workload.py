@@ -56,7 +56,7 @@ def _record(line: str, where: str) -> Mapping[str, Any]:
         record = json.loads(line)
         if isinstance(record, dict) and isinstance(record.get("family"), str):
             return record
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         pass
     raise InputError(where, "is no record of a captured shape", seen=line.strip()[:60])
 

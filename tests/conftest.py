@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,12 @@ import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 Golden = Callable[[str], None]
+
+
+def pytest_configure() -> None:
+    """A shell starts what it runs in the background deaf to Ctrl-C, and so would the processes of tests be."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

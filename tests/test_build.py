@@ -316,7 +316,8 @@ def test_killed_compiler_is_not_remembered(run: Builder, toolchain: Toolchain, t
         toolchain, tmp_path, "echo \"nvcc error   : 'cicc' died due to signal 9 (Kill signal)\"; exit 9\n"
     )
     (first,) = run(kernel(1), toolchain=killed)
-    assert (first.status, first.reason) == ("compile_error", "nvcc error   : 'cicc' died due to signal 9 (Kill signal)")
+    reason = "the machine killed the compiler: nvcc error   : 'cicc' died due to signal 9 (Kill signal)"
+    assert (first.status, first.reason, first.stopped) == ("compile_killed", reason, True)
     assert run(kernel(1))[0].status == "ok"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -149,6 +150,11 @@ HOSTILE = (
     (("emit", "--db", "{folder}/none.sqlite", "--out", "{folder}/pack"), 2, "no such database"),
     (("emit", "--target", "sm_70"), 2, "no such target"),
     (("pack", "verify", "{folder}/none"), 2, "is no kernel pack"),
+    (("pack", "verify", "{long}"), 2, "{long}: cannot be read, File name too long"),
+    (("show", "space", "--spec", "{long}"), 2, "cannot be used, File name too long"),
+    (("db", "migrate", "--db", "{long}"), 2, "{long}: cannot be used, File name too long"),
+    (("db", "import", "{deep}", "--db", "{folder}/new.sqlite"), 2, "{deep}:1: not the text form"),
+    (("coverage", "--capture", "{deep}"), 2, "{deep}:1: is no record of a captured shape"),
 )
 
 
@@ -157,7 +163,8 @@ def test_a_mistake_is_one_line_and_an_exit_code(
     words: tuple[str, ...], code: int, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text("not a database, not JSON\n" * 100, encoding="utf-8")
-    names = {"folder": str(tmp_path), "text": str(tmp_path / "text.txt")}
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "\n", encoding="utf-8")
+    names = {"folder": tmp_path, "text": tmp_path / "text.txt", "deep": tmp_path / "deep.jsonl", "long": "x" * 300}
     assert main([word.format(**names) for word in words]) == code
     out, err = capfd.readouterr()
     assert out == ""
@@ -173,6 +180,13 @@ def test_a_gpu_command_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("kgen.device.Device.open", no_driver)
     with pytest.raises(DeviceError, match=r"^GPU: this needs one and none is usable, CUDA driver: not found; see kgen"):
         first_gpu()
+
+
+def test_a_machine_without_room_is_no_bug(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("kgen.doctor.examine", _raise(OSError(errno.ENOMEM, "Cannot allocate memory")))
+    assert main(["doctor"]) == 1
+    said = "error: operating system: refused what kgen needs, Cannot allocate memory\n"
+    assert capfd.readouterr().err == said
 
 
 def _raise(error: BaseException) -> Any:

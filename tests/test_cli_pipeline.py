@@ -68,14 +68,11 @@ def test_the_pipeline(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert sum(won) == 64
     assert len(won) <= 2, "a row a kernel"
 
-
-def test_a_flipped_byte_in_the_pack_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (source, *_) = sorted((folder / "pack" / "sources").iterdir())
     content = source.read_bytes()
     source.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    assert main(["pack", "verify", str(folder / "pack")]) == 2
+    assert main(["pack", "verify", pack]) == 2
     assert source.name in capfd.readouterr().err
-    source.write_bytes(content)
 
 
 def test_check_tells_a_wrong_kernel_from_a_right_one(

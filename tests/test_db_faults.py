@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from db_trials import make_trial
 
-from kgen.db import TuningDatabase
+from kgen.db import TuningDatabase, export_text
 from kgen.db.sqlite_file import use_wal
 from kgen.errors import DatabaseError
 
@@ -222,3 +224,20 @@ def test_the_journal_survives_reopening(path: Path) -> None:
         pragmas = ("journal_mode", "synchronous", "foreign_keys")
         assert [connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in pragmas] == ["wal", 2, 1]
         use_wal(db._engine)
+
+
+@pytest.mark.parametrize(
+    ("change", "exported", "says"),
+    [
+        ("trial SET layout = '{\"heads' WHERE id = 7", False, "trial 7 is damaged, Unterminated string"),
+        ("point_time SET relative_error = 0.5 WHERE trial_id = 7", True, "trial 7 is not what was recorded; restore"),
+    ],
+)
+def test_a_changed_row_is_named(path: Path, tmp_path: Path, change: str, exported: bool, says: str) -> None:
+    table = change.split(maxsplit=1)[0]
+    with closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute(f"DROP TRIGGER {table}_no_update")
+        raw.execute(f"UPDATE {change}")
+    with TuningDatabase.open(str(path)) as db, pytest.raises(DatabaseError, match=f"{path}: {says}"):
+        export_text(db, tmp_path / "text") if exported else db.trials()
+    assert not (tmp_path / "text").exists()

@@ -130,6 +130,13 @@ def test_missing_package_says_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> 
     assert finding == Finding("torch", "missing", "not installed", "no tensors; pip install it")
 
 
+def test_what_is_known_to_be_missing_is_nothing_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KGEN_CXX", "no-such-g++")
+    emulator = by_name(examine())["emulator"]
+    assert emulator.found == "KGEN_CXX: no such compiler, 'no-such-g++'"
+    assert emulator.remedy == "unset it, or name a working g++"
+
+
 def test_a_check_that_breaks_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Finding:
         raise RuntimeError("no idea")

@@ -86,6 +86,7 @@ def test_a_modelled_trial_has_real_resources_and_every_point(monkeypatch: pytest
             "no",
         ),
         ({"status": "compile_timeout", "path": None, "resources": {}}, "compile_timeout", "stopped after 7 s"),
+        ({"status": "compile_killed", "path": None, "resources": {}}, "compile_timeout", "machine killed the compiler"),
         (
             {"resources": dict(FITS) | {"verify_mla_combine": EntryResources(64, 102_000, 0, 0, 0)}},
             "infeasible",

@@ -168,6 +168,10 @@ MISTAKES: dict[str, tuple[str | bytes, list[str]]] = {
         edited("batch: [1", "batch: [1, 2000000000"),
         ["x.yaml:38: workload.axes.batch[1]: must be at most 16777216, 2000000000"],
     ),
+    "a weight whose products are nothing": (
+        edited("weights: {batch: {4: 3.0}}", "weights: {batch: {4: 1.0e-320}}"),
+        ["x.yaml:40: workload.weights.batch[4]: must be from 1e-09 to 1e+09, 9.99989e-321"],
+    ),
     "unknown nested key": (
         edited("out: {relative_l2: 5e-3,", "out: {relative_l2: 5e-3, max_ab: 1,"),
         ["x.yaml:42: tolerances.out.max_ab: unknown key; did you mean 'max_abs'?"],

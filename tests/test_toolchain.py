@@ -183,3 +183,15 @@ def test_fingerprint_tells_versions_apart() -> None:
     assert replace(base, nvcc_version="13.1.0").fingerprint != base.fingerprint
     assert replace(base, host_version="g++ 13.1.0").fingerprint != base.fingerprint
     assert base.host_fingerprint == f"g++ 12.2.0 {os.uname().machine}"
+
+
+def test_compilers_found_by_relative_paths_are_used_from_any_folder(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvcc(machine / "bin", *NEW)
+    monkeypatch.chdir(machine)
+    for variables in ({"PATH": "bin:/usr/bin"}, {"KGEN_NVCC": "bin/nvcc", "KGEN_CXX": "bin/g++"}):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        found = find_toolchain("sm_120")
+        assert (found.nvcc, found.host_compiler) == (machine / "bin" / "nvcc", machine / "bin" / "g++")

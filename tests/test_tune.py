@@ -12,21 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tuning_doubles import Heard, Log, PretendedEvaluator, install, options, pretended_us, small_spec
+from tuning_doubles import Heard, Log, PretendedEvaluator, Task, install, options, pretended_us, small_spec
 
 from kgen.db import TuningDatabase
 from kgen.db.reject import reject, rejected, undo
-from kgen.errors import DeviceError, InputError
+from kgen.errors import BuildError, DeviceError, EmulatorError, InputError
 from kgen.family import Candidate, Value
 from kgen.records import PointTime, TrialRecord
 from kgen.render import render
 from kgen.space import Space, candidate_key, enumerate_space
 from kgen.tune import TuneReport, run, tune, tuning
+from kgen.tune import prove as proving
 from kgen.tune.evaluate import Variant
-from kgen.tune.prove import MIN_GAIN, _interrupts_held, _pool, choose_few
+from kgen.tune.prove import MIN_GAIN, Proof, _interrupts_held, _pool, choose_few
 from kgen.tune.sampler import ListSampler, Sampler, TpeSampler, make_sampler
 
 Tuned = Callable[..., tuple[TuneReport, Log]]
@@ -251,6 +253,33 @@ def test_a_rejected_default_or_oracle_stops_tuning(tuned: Tuned, tmp_path: Path)
         assert tuned("a.db", trials=1)[0].winners
 
 
+def test_what_the_machine_stopped_is_tried_again(tuned: Tuned) -> None:
+    _, log = tuned("a.db", Log(does_not_compile=lambda candidate: True, how_it_fails="compile_timeout"))
+    assert log.proven == []
+    report, _ = tuned("a.db")
+    assert winner_list(report) == winner_list(tuned("b.db")[0])
+
+
+def test_a_proof_that_the_machine_stops_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pool dies, and so does the process in which it is done again."""
+    monkeypatch.setattr(proving, "_build_for_emulator", lambda study, variants: None)
+    monkeypatch.setattr(proving, "_task", lambda study, signum, resident: Task(signum))
+    found: list[Proof] = []
+
+    def prove_one(signum: int) -> None:
+        study: Any = SimpleNamespace(jobs=1)
+        variants: Any = {("layout", "source"): (signum, 1)}
+        proving.prove(study, variants, lambda place, proof: found.append(proof))
+
+    prove_one(signal.SIGSEGV)
+    assert found == [Proof(False, None, "the emulator's process died, exit code -11")]
+    with pytest.raises(EmulatorError, match=r"^some_kernel: the process that proves it was killed; free memory"):
+        prove_one(signal.SIGKILL)
+    with pytest.raises(BuildError, match=r"^cache: full, really; free some$"):
+        prove_one(0)
+    assert len(found) == 1
+
+
 def test_ctrl_c_keeps_what_there_is(tuned: Tuned, tmp_path: Path) -> None:
     def interrupt(number: int) -> None:
         if number == 17:
@@ -330,6 +359,9 @@ def test_what_the_listener_hears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "trial ok",
         "trial compile_error",
         "phase proving winners in the emulator",
+        "proofs 0/2",
+        "proofs 1/2",
+        "proofs 2/2",
         "finished",
     ]
 

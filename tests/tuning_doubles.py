@@ -9,13 +9,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 
 from kgen.build.toolchain import Toolchain
+from kgen.errors import BuildError
 from kgen.family import Candidate
-from kgen.records import DeviceFingerprint, Evidence, PointTime, TrialRecord
+from kgen.records import DeviceFingerprint, Evidence, PointTime, Status, TrialRecord
 from kgen.resources import SPECS
 from kgen.space import candidate_key
 from kgen.spec import Spec, load_spec
@@ -50,6 +52,7 @@ class Log:
     proven: list[SourceKey] = field(default_factory=list)
     before_trial: Callable[[int], None] = lambda number: None
     is_wrong: Callable[[Variant], bool] = lambda variant: False
+    how_it_fails: Status = "compile_error"
     does_not_compile: Callable[[Candidate], bool] = lambda candidate: (
         candidate.get("tile_n") == 16 and candidate.get("gather") == "cp_async"
     )
@@ -72,7 +75,7 @@ class PretendedEvaluator:
             self._log.evaluated.append((variant.layout_name, candidate_key(variant.candidate)))
             record = blank_record(self._study, variant, self)
             if self._log.does_not_compile(variant.candidate):
-                yield replace(record, status="compile_error", reason="pretended")
+                yield replace(record, status=self._log.how_it_fails, reason="pretended")
                 continue
             times = []
             for number, point in enumerate(self._study.points):
@@ -102,6 +105,9 @@ class Heard(Listener):
     def trial_done(self, record: TrialRecord) -> None:
         self.lines.append(f"trial {record.status}")
 
+    def proofs(self, done: int, total: int) -> None:
+        self.lines.append(f"proofs {done}/{total}")
+
     def finished(self, report: TuneReport) -> None:
         self.lines.append("finished")
 
@@ -120,6 +126,22 @@ def install(patch: pytest.MonkeyPatch, log: Log) -> None:
     patch.setattr(tuning, "find_toolchain", lambda arch: TOOLCHAIN)
     patch.setattr(tuning, "ModelEvaluator", lambda study: PretendedEvaluator(study, log))
     patch.setattr(run, "prove", prove)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A proof, as its process is given it, that ends by a signal, or raises where that is 0."""
+
+    signum: int
+
+    @property
+    def variant(self) -> Any:
+        return SimpleNamespace(source=SimpleNamespace(name="some_kernel"))
+
+    def run(self) -> None:
+        if self.signum:
+            os.kill(os.getpid(), self.signum)
+        raise BuildError("cache", "full", seen="really", remedy="free some")
 
 
 def options(db: Path, **changes: Any) -> TuneOptions:

@@ -53,6 +53,7 @@ class EntryResources:
 class BuildResult:
     """One source built for one arch. ``path`` is None and ``sha256`` empty unless ``status`` is ``ok``.
 
+    The other statuses are ``compile_error``, which the source is to blame for, and those of a `stopped` compiler.
     ``resources`` is empty for the emulator. ``seconds`` is what the compile took, also when ``cached``.
     """
 
@@ -68,6 +69,11 @@ class BuildResult:
     cached: bool
 
     @property
+    def stopped(self) -> bool:
+        """Whether the machine ended the compiler (time limit, out of memory): another time it may get through."""
+        return self.status in ("compile_timeout", "compile_killed")
+
+    @property
     def reason(self) -> str:
         """Why it failed, as one line for people; empty for ``ok``. The whole story is in ``log``."""
         if self.status == "ok":
@@ -76,6 +82,12 @@ class BuildResult:
             return f"compiler stopped after {self.seconds:.0f} s"
         if stuck := _NOT_HANDED_ON.search(self.log):
             return f"warps would wait for ever for registers that others keep: {stuck.group().strip()}"
+        if self.status == "compile_killed":
+            return f"the machine killed the compiler: {self._error_line}"
+        return self._error_line
+
+    @property
+    def _error_line(self) -> str:
         found = _ERROR_LINE.search(self.log)
         lines = self.log.strip().splitlines() or ["the compiler failed without a message"]
         return found.group().strip() if found else lines[-1].strip()

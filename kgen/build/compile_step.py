@@ -112,7 +112,7 @@ def compile_entry(job: dict[str, Any], entry: Path, attempt: Path) -> dict[str, 
         "schema": RESULT_SCHEMA,
         "key": job["key"],
         "run": job["run"] if status is None or killed else "",
-        "status": "compile_timeout" if status is None else "ok" if status == 0 else "compile_error",
+        "status": _status(status, killed),
         "artefact": artefact,
         "sha256": "",
         "seconds": round(seconds, 3),
@@ -122,6 +122,14 @@ def compile_entry(job: dict[str, Any], entry: Path, attempt: Path) -> dict[str, 
         result["sha256"] = sha256_file(output)
         output.replace(entry / artefact)
     return result
+
+
+def _status(exit_status: int | None, killed: bool) -> str:
+    if exit_status is None:
+        return "compile_timeout"
+    if killed:
+        return "compile_killed"
+    return "ok" if exit_status == 0 else "compile_error"
 
 
 def build_entry(job: dict[str, Any]) -> None:

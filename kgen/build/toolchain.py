@@ -121,7 +121,7 @@ def find_host_compiler() -> Path:
     for name in (named, os.environ.get("CXX", ""), "g++", "c++"):
         found = shutil.which(name) if name else None
         if found:
-            return Path(found)
+            return Path(found).absolute()  # compilers run in a folder of their own
     raise ToolchainError("C++ compiler", "not found", seen="no g++ or c++ on the PATH", remedy=GET_HOST)
 
 
@@ -146,7 +146,7 @@ def nvcc_candidates(host: Path, version: str) -> Iterator[NvccCandidate]:
     for path, origin in _nvcc_paths():
         if path.resolve() not in seen:
             seen.add(path.resolve())
-            yield _examine(path, origin, host, version)
+            yield _examine(path.absolute(), origin, host, version)
 
 
 def cannot_build(toolchain: Toolchain, arch: str) -> str:

@@ -87,8 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - a bug must still end in a line and an exit code
         if "--debug" in words:
             traceback.print_exc()
-        console.report_bug(error, as_json="--json" in words)
-        return 1
+        return console.report_unforeseen(error, as_json="--json" in words)
     if result == INTERRUPTED:  # typer turns Ctrl-C inside a command into this
         console.report_interrupt()
     return result if isinstance(result, int) else 0

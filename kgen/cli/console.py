@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from kgen.errors import KgenError
+from kgen.errors import InputError, KgenError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +93,7 @@ def progress(label: str) -> Iterator[Advance]:
     def advance(done: int, total: int, text: str = "") -> None:
         nonlocal tenth
         now = 10 * done // max(total, 1)
-        if now > tenth:
+        if now != tenth:  # less than before where another part of the work begins
             tenth = now
             note(f"{label}: {done}/{total} {text}".rstrip())
 
@@ -143,8 +143,25 @@ def report_interrupt() -> None:
     note("interrupted; what was done is kept")
 
 
-def report_bug(error: Exception, *, as_json: bool) -> None:
-    """An exception that kgen did not mean to raise."""
+def report_unforeseen(error: Exception, *, as_json: bool) -> int:
+    """An exception that kgen did not mean to raise: a bug, but where the system refused; returns the exit code."""
+    if isinstance(error, OSError):
+        refusal = _refusal(error)
+        report_error(refusal, as_json=as_json)
+        return refusal.exit_code
+    _report_bug(error, as_json)
+    return KgenError.exit_code
+
+
+def _refusal(error: OSError) -> KgenError:
+    """A file that was named and may not be used, or a system without memory, processes or room."""
+    reason = error.strerror or str(error)
+    if error.filename is None:
+        return KgenError("operating system", "refused what kgen needs", seen=reason)
+    return InputError(os.fsdecode(error.filename), "cannot be used", seen=reason)
+
+
+def _report_bug(error: Exception, as_json: bool) -> None:
     wrong = f"this is a bug in kgen: {type(error).__name__}: {' '.join(str(error).split())}"
     remedy = "run 'kgen --debug ...' and report the traceback"
     _report(f"{wrong}; {remedy}", as_json, where="kgen", wrong=wrong, seen="", remedy=remedy)

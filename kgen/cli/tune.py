@@ -47,12 +47,15 @@ class ProgressListener:
         """What is done from now on."""
         self._phase = name
         self._advance(self._done, self._total, name)
-        note(name)
 
     def trial_done(self, record: TrialRecord) -> None:
         """One more trial."""
         self._done += 1
         self._advance(self._done, self._total, self._phase)
+
+    def proofs(self, done: int, total: int) -> None:
+        """So many of the chosen candidates are proven."""
+        self._advance(done, total, self._phase)
 
     def finished(self, report: TuneReport) -> None:
         """The run is over."""
@@ -137,7 +140,7 @@ def tune(
         evaluator=evaluator,
         tries=[settings(loaded, loaded.default, text.split(","), "--try") for text in tries or ()],
     )
-    with progress("trials") as advance:
+    with progress("tune") as advance:
         report = run(options, ProgressListener(advance))
     if json:
         write_json(report.as_json())
@@ -155,7 +158,7 @@ def _print(spec: Spec, report: TuneReport, url: str) -> None:
     outcomes = ", ".join(f"{count} {status}" for status, count in report.statuses.items())
     typer.echo("")
     typer.echo(f"evaluator {report.evaluator}: {report.why}")
-    typer.echo(f"trials: {outcomes}; {report.new_trials} new in {url}; {report.wall_s:.0f} s")
+    typer.echo(f"trials: {outcomes}; {report.new_trials} new rows, proofs too, in {url}; {report.wall_s:.0f} s")
     typer.echo(LEGEND)
     typer.echo(f"every point: kgen show winners --spec {spec.path.name} --target {report.target} --db {url}")
     if report.budget_spent:

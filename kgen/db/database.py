@@ -13,9 +13,18 @@ from sqlalchemy import ColumnElement, Connection, Engine, and_, select, true
 
 from kgen.canonical import canonical_json
 from kgen.db.migration import check_revision, current_revision, upgrade
-from kgen.db.record_form import StoredTrial, dated, rejection_sha256, settled, time_rows, trial_from_rows, trial_row
+from kgen.db.record_form import (
+    StoredTrial,
+    dated,
+    rejection_sha256,
+    settled,
+    time_rows,
+    trial_from_rows,
+    trial_row,
+)
 from kgen.db.schema import point_time, rejection, trial
 from kgen.db.sqlite_file import (
+    DAMAGED,
     Location,
     check_pages,
     errors_named,
@@ -118,7 +127,14 @@ class TuningDatabase:
             times_of: dict[int, list[Mapping[Any, Any]]] = defaultdict(list)
             for row in connection.execute(times).mappings():
                 times_of[row["trial_id"]].append(row)
-            return [trial_from_rows(row, times_of[row["id"]]) for row in connection.execute(rows).mappings()]
+            return [self._whole(row, times_of[row["id"]]) for row in connection.execute(rows).mappings()]
+
+    def _whole(self, row: Mapping[Any, Any], times: Sequence[Mapping[Any, Any]]) -> StoredTrial:
+        """The trial of these rows. Its digest is not computed here, which would take longer than all else."""
+        try:
+            return trial_from_rows(row, times)
+        except ValueError as error:
+            raise DatabaseError(self.where, f"trial {row['id']} is damaged", seen=str(error), remedy=DAMAGED) from None
 
     def _settled(self, record: TrialRecord) -> TrialRecord:
         try:

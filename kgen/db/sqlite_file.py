@@ -18,7 +18,7 @@ from kgen.errors import DatabaseError
 BUSY_TIMEOUT_S = 60.0
 """How long a writer waits for another; a tuner's transaction takes milliseconds, an import seconds."""
 
-_DAMAGED = "restore a backup beside it (*.bak-*), or move it away and build it again with 'kgen db import'"
+DAMAGED = "restore a backup beside it (*.bak-*), or move it away and build it again with 'kgen db import'"
 _READ_ONLY = "make the file and its folder writable, or name another database with --db"
 _ERRORS = {
     sqlite3.SQLITE_BUSY: ("another process keeps it locked", "stop that process, or try again later"),
@@ -26,8 +26,8 @@ _ERRORS = {
     sqlite3.SQLITE_READONLY: ("it is read-only", _READ_ONLY),
     sqlite3.SQLITE_PERM: ("it may not be opened", _READ_ONLY),
     sqlite3.SQLITE_CANTOPEN: ("it, or the -wal and -shm files beside it, cannot be opened", _READ_ONLY),
-    sqlite3.SQLITE_CORRUPT: ("the file is damaged", _DAMAGED),
-    sqlite3.SQLITE_NOTADB: ("not a SQLite database", "check the path; if it was one, " + _DAMAGED),
+    sqlite3.SQLITE_CORRUPT: ("the file is damaged", DAMAGED),
+    sqlite3.SQLITE_NOTADB: ("not a SQLite database", "check the path; if it was one, " + DAMAGED),
     sqlite3.SQLITE_FULL: ("the disk is full; what was kept before is intact", "free some space and run it again"),
     sqlite3.SQLITE_IOERR: (
         "reading or writing failed; what was kept before is intact",
@@ -146,4 +146,4 @@ def check_pages(connection: Connection, where: object) -> None:
     """Raises DatabaseError where SQLite's quick check finds a damaged page."""
     seen = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
     if seen != "ok":
-        raise DatabaseError(str(where), "the file is damaged", seen=str(seen), remedy=_DAMAGED)
+        raise DatabaseError(str(where), "the file is damaged", seen=str(seen), remedy=DAMAGED)

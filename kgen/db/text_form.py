@@ -8,11 +8,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 
 from kgen.canonical import canonical_json, key_text
 from kgen.db.database import Added, TuningDatabase
 from kgen.db.record_form import StoredTrial, parse_rejection, parse_trial, trial_line
+from kgen.db.sqlite_file import DAMAGED
 from kgen.errors import DatabaseError
 from kgen.records import Rejection, TrialRecord
 
@@ -32,11 +34,12 @@ def export_text(db: TuningDatabase, folder: Path | str) -> list[Path]:
 
     Rejections go to ``<family>.rejections.jsonl``, by source and date.
     Lines are in order of layout, candidate and date, so that new trials are new lines. Each file is replaced at once.
-    Raises DatabaseError, before anything is written, where a file holds lines that the export would drop.
+    Raises DatabaseError, before anything is written, where a file holds lines that the export would drop, or where
+    a trial is no longer what its digest says.
     """
     texts: dict[tuple[str, str], list[tuple[tuple[str, str, datetime], bytes]]] = defaultdict(list)
     for stored in db.select():
-        texts[_file_name(stored.record), _TRIALS].append((_line_order(stored), trial_line(stored.record)))
+        texts[_file_name(stored.record), _TRIALS].append((_line_order(stored), _line_as_recorded(db, stored)))
     for item in db.rejections():
         order = item.source_name, item.source_sha256, datetime.fromisoformat(item.created_at)
         texts[_slugs([item.family, "rejections"]), _REJECTIONS].append((order, canonical_json(item)))
@@ -60,6 +63,13 @@ def export_text(db: TuningDatabase, folder: Path | str) -> list[Path]:
             remedy="check that the folder is writable and the disk not full; existing files are whole",
         ) from error
     return list(files)
+
+
+def _line_as_recorded(db: TuningDatabase, stored: StoredTrial) -> bytes:
+    line = trial_line(stored.record)
+    if sha256(line).hexdigest() != stored.trial_sha256:
+        raise DatabaseError(db.where, f"trial {stored.id} is not what was recorded", remedy=DAMAGED)
+    return line
 
 
 def _line_order(stored: StoredTrial) -> tuple[str, str, datetime]:
@@ -152,7 +162,7 @@ def _kind(path: Path, line: bytes) -> _Parser:
     try:
         [(kind, version)] = json.loads(line).items()
         found = _PARSERS[kind]
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError):
         raise DatabaseError(
             f"{path}:1", "not the text form of a tuning database", remedy="give a file made by 'kgen db export'"
         ) from None

@@ -67,7 +67,11 @@ def load_pack(path: str | os.PathLike[str]) -> Pack:
     Raises PackError that names the file which is missing, damaged, a symbolic link, or of a newer schema.
     """
     root = Path(path)
-    if not root.is_dir():
+    try:
+        is_folder = root.is_dir()
+    except OSError as error:
+        raise PackError(str(root), "cannot be read", seen=error.strerror or "") from None
+    if not is_folder:
         raise PackError(str(root), "is no kernel pack", seen="not a folder", remedy="kgen emit --out makes one")
     written = _read(root, DIGEST_FILE)
     data = _read(root, MANIFEST_FILE)

@@ -16,6 +16,7 @@ from kgen.targets import Target
 MAX_CANDIDATES = 1_000_000
 MAX_AXIS_VALUE = 1 << 24  # a point's inputs and indices are made for it
 MAX_POINTS = 10_000
+WEIGHTS = (1e-9, 1e9)  # of an axis value or a layout: products of several, and their sums, stay finite and above 0
 _MAX_REPORTED = 8
 
 
@@ -161,6 +162,7 @@ class _Checks:
             names = self.sections["layouts"].keys()
             yield from self._names(("workload", "layouts"), workload.layouts, names, "layout", complete=False)
         yield from self._axis_values(workload.axes)
+        yield from self._weights(workload)
         total = math.prod(len(values) for values in workload.axes.values())
         if total > MAX_POINTS:
             yield self.error(at, "too many points", seen=f"{total} combinations", remedy=f"at most {MAX_POINTS}")
@@ -171,6 +173,15 @@ class _Checks:
                 if value > MAX_AXIS_VALUE:
                     at = ("workload", "axes", axis, index)
                     yield self.error(at, f"must be at most {MAX_AXIS_VALUE}", seen=str(value))
+
+    def _weights(self, workload: WorkloadSection) -> Iterator[SpecError]:
+        least, most = WEIGHTS
+        given: dict[FieldPath, float] = {("layouts", name): weight for name, weight in workload.layouts.items()}
+        for axis, weights in workload.weights.items():
+            given |= {("weights", axis, value): weight for value, weight in weights.items()}
+        for path, weight in given.items():
+            if not least <= weight <= most:
+                yield self.error(("workload", *path), f"must be from {least:g} to {most:g}", seen=f"{weight:g}")
 
     def tolerances(self) -> Iterator[SpecError]:
         if self.family and "tolerances" in self.sections:

@@ -128,7 +128,7 @@ def build_all(study: Study, variants: Sequence[Variant], arch: str) -> Iterator[
 
 def not_built(record: TrialRecord, result: BuildResult) -> TrialRecord:
     """The trial of a variant that does not compile."""
-    status: Status = "compile_timeout" if result.status == "compile_timeout" else "compile_error"
+    status: Status = "compile_timeout" if result.stopped else "compile_error"
     return replace(record, status=status, reason=result.reason)
 
 

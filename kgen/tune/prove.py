@@ -11,10 +11,12 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kgen.build import EMULATOR, build
 from kgen.build.toolchain import Toolchain
+from kgen.errors import EmulatorError
 from kgen.family import Candidate, Family, Tolerance
 from kgen.records import TrialRecord
 from kgen.space import candidate_key
@@ -130,13 +132,40 @@ def _outcome(task: _Task, future: Future[Proof]) -> Proof:
     try:
         return future.result()
     except BrokenProcessPool:
-        with _pool(1) as alone:
-            try:
-                with _interrupts_held():
-                    again = alone.submit(task.run)
-                return again.result()
-            except BrokenProcessPool:
-                return Proof(False, None, "the emulator's process died")
+        return _prove_alone(task)
+
+
+def _prove_alone(task: _Task) -> Proof:
+    """The proof from a process whose end is looked at: a kernel may crash it, but only the machine kills it."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run_and_send, args=(task, sender))
+    with _interrupts_held():
+        process.start()
+    sender.close()
+    try:
+        answer: Proof | Exception = receiver.recv()
+        process.join()
+    except EOFError:
+        process.join()
+        if process.exitcode == -signal.SIGKILL:
+            remedy = "free memory, or use fewer --jobs, and run again to go on"
+            raise EmulatorError(
+                task.variant.source.name, "the process that proves it was killed", remedy=remedy
+            ) from None
+        return Proof(False, None, f"the emulator's process died, exit code {process.exitcode}")
+    finally:
+        process.kill()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _run_and_send(task: _Task, sender: Connection) -> None:
+    try:
+        sender.send(task.run())
+    except Exception as error:  # noqa: BLE001 - the other process raises it
+        sender.send(error)
 
 
 @contextmanager

@@ -43,9 +43,9 @@ class TuneOptions:
 class TuneReport:
     """How a run ended.
 
-    ``statuses`` counts its trials, reused ones too, as they were judged; ``new_trials`` were not in the database
-    before. ``floors_us``, and the default candidate's times (none where it failed), are by layout name, in the order of
-    the workload's points.
+    ``statuses`` counts its trials, reused ones too, as they were judged; ``new_trials`` rows are new in the database,
+    proofs too. ``floors_us``, and the default candidate's times (none where it failed), are by layout name, in the
+    order of the workload's points.
     """
 
     target: str
@@ -88,6 +88,9 @@ class Listener(Protocol):
 
     def trial_done(self, record: TrialRecord) -> None:
         """A trial was made, or found in the database."""
+
+    def proofs(self, done: int, total: int) -> None:
+        """``done`` of the ``total`` chosen candidates are proven; a wrong one makes the total grow."""
 
     def finished(self, report: TuneReport) -> None:
         """The last thing that is said."""

@@ -23,6 +23,9 @@ from kgen.tune.sampler import make_sampler
 BATCH = 8
 """Candidates asked for at once. Fixed, so that the number of jobs does not change what is asked next."""
 
+_OF_THE_MACHINE = ("device_degraded", "compile_timeout")
+"""What says nothing of the candidate: the next run tries it again."""
+
 
 @dataclass(frozen=True)
 class _Memory:
@@ -37,7 +40,7 @@ class _Memory:
         if record.evaluator == "model" and record.checked_on:
             proof = Proof(record.status == "ok", record.relative_error, record.reason)
             self.proofs[layout_name, record.source_sha256] = proof
-        elif record.status != "device_degraded":
+        elif record.status not in _OF_THE_MACHINE:
             self.judged.setdefault(key, record)
         if record.checked_on:
             self.checked[key] = self.checked.get(key, 0) + 1
@@ -54,6 +57,7 @@ class Run:
         self._variants: dict[tuple[str, str], Variant] = {}
         self.statuses: Counter[str] = Counter()
         self.new_trials = 0
+        self._proofs_done = self._proofs_due = 0
         self._remember()
 
     def without_rejected(self, spaces: Mapping[str, Space], tries: Sequence[Candidate]) -> dict[str, Space]:
@@ -194,7 +198,9 @@ class Run:
         self._listener.phase("proving winners in the emulator")
         while to_prove := {_place(variant): variant for name in layout_names for variant in self._unproven(name, most)}:
             resident = {place: self._judged(variant).blocks_per_sm or 1 for place, variant in to_prove.items()}
-            prove(self._study, {place: (to_prove[place], resident[place]) for place in to_prove}, self._keep_proof)
+            self._proofs_due += len(to_prove)
+            self._listener.proofs(self._proofs_done, self._proofs_due)
+            prove(self._study, {place: (to_prove[place], resident[place]) for place in to_prove}, self._proof_done)
         for place, proof in self._memory.proofs.items():
             self._keep_proof(place, proof)
 
@@ -215,6 +221,11 @@ class Run:
             for variant in right
             if candidate_key(variant.candidate) in wanted and _place(variant) not in self._memory.proofs
         ]
+
+    def _proof_done(self, place: SourceKey, proof: Proof) -> None:
+        self._keep_proof(place, proof)
+        self._proofs_done += 1
+        self._listener.proofs(self._proofs_done, self._proofs_due)
 
     def _keep_proof(self, place: SourceKey, proof: Proof) -> None:
         """Record a proof with every candidate of its source that was tried, unless it is recorded already."""

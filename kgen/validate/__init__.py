@@ -18,7 +18,7 @@ import numpy as np
 
 from kgen.build import build
 from kgen.emulator import EmulatedModule
-from kgen.errors import EmulatorError
+from kgen.errors import BuildError, EmulatorError
 from kgen.family import Array, Candidate, Case, Family, Layout, Plan, Tolerance
 from kgen.validate.launchers import Call, EmulatorLauncher, Launcher, Outcome
 
@@ -223,8 +223,14 @@ def validate_in_emulator(
     cases: Sequence[Case] | None = None,
     seeds: Sequence[int] = (0, 1),
 ) -> Verdict:
-    """Build one source for the emulator and validate it; a failed build is a failed verdict with its log's error."""
+    """Build one source for the emulator and validate it; one that does not compile fails with its log's error.
+
+    Raises BuildError where the machine stopped the compiler, which is no verdict on the source.
+    """
     (built,) = build([source], arch="emulator", toolchain=toolchain, cache_dir=cache_dir, jobs=1)
+    if built.stopped:
+        remedy = "free memory, or use fewer --jobs, and run it again"
+        raise BuildError(source.name, "not built for the emulator", seen=built.reason, remedy=remedy)
     if built.path is None:
         return Verdict(False, (), None, f"{source.name} for the emulator: {built.status}: {built.reason}")
     launcher = EmulatorLauncher(EmulatedModule(built.path))
