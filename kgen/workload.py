@@ -56,15 +56,16 @@ def _record(line: str, where: str) -> Mapping[str, Any]:
         record = json.loads(line)
         if isinstance(record, dict) and isinstance(record.get("family"), str):
             return record
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # no JSON; numbers or brackets beyond what Python reads
         pass
-    raise InputError(where, "is no record of a captured shape", seen=line.strip()[:60])
+    raise InputError(where, "is no record of a captured shape", seen=repr(line.strip()[:60]))
 
 
 def _shape(record: Mapping[str, Any], where: str) -> Shape:
     layout, batch, nodes, prefixes = (record.get(name) for name in ("layout", "batch", "nodes", "prefixes"))
     numbers: list[Any] = [batch, nodes, *prefixes] if isinstance(prefixes, list) and prefixes else [None]
-    if not isinstance(layout, str) or not all(type(value) is int and value >= 0 for value in numbers):
+    whole = all(type(value) is int and 0 <= value < 1 << DOUBLINGS for value in numbers)
+    if not isinstance(layout, str) or not layout.isprintable() or not whole:
         raise InputError(where, "lacks a layout, batch, nodes or prefixes", seen=str(dict(record))[:80])
     batch, nodes, *prefixes = numbers
     mean = round(sum(prefixes) / len(prefixes))

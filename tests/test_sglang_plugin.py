@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -91,9 +92,11 @@ def test_a_gpu_that_the_pack_has_nothing_for(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert plugin.missing_from_machine(pack) == "no CUDA GPU is usable"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
-    assert plugin.missing_from_machine(pack) == ""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    for gpus in ([(12, 0)], [(8, 6), (12, 0)]):  # a display's GPU comes first, SGLang serves with --base-gpu-id 1
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: len(gpus))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, gpus=gpus: gpus[index])
+        assert plugin.missing_from_machine(pack) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(8, 0), (8, 6)][index])
     with pytest.raises(PackError, match="the device is sm_80 and the pack has sm_120, sm_90"):
         plugin.missing_from_machine(pack)
 
@@ -186,14 +189,14 @@ def test_a_capture_goes_on_where_it_was_cut_off_and_its_bound_is_of_the_file(tmp
     assert path.read_bytes() == whole * 3
 
 
-@pytest.mark.parametrize("value", ["100k", "-1", "0", "1.5"])
+@pytest.mark.parametrize("value", ["100k", "-1", "0", "1.5", "9" * 5000])
 def test_a_number_that_is_none_is_named_and_ends_the_capture_alone(
     value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("KGEN_CAPTURE", "capture.jsonl")
     monkeypatch.setenv("KGEN_CAPTURE_LINES", value)
     WorkloadCapture.from_environment("h8_p1").note(batch(1), 1, 2)
-    assert f"KGEN_CAPTURE_LINES: must be a positive whole number, '{value}'" in caplog.text
+    assert f"KGEN_CAPTURE_LINES: must be a positive whole number, '{value[:40]}'" in caplog.text
     assert not Path("capture.jsonl").exists()
 
 
@@ -217,6 +220,24 @@ def test_a_capture_that_cannot_be_written_ends(tmp_path: Path, caplog: pytest.Lo
     capture.note(batch(1), 1, 2)
     (record,) = caplog.records
     assert record.getMessage().startswith("kgen stops capturing the workload")
+
+
+@pytest.mark.parametrize("held", [b"notes\nlast line", b"weights without a newline", b'{"other": 1}\n', b"\n"])
+def test_a_file_that_is_no_capture_is_left_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, held: bytes
+) -> None:
+    path = tmp_path / "precious"
+    path.write_bytes(held)
+    WorkloadCapture(path, "h8_p1").note(batch(1), 1, 2)
+    assert path.read_bytes() == held
+    assert f"kgen stops capturing the workload: {path}: is there already, and is no capture" in caplog.text
+
+
+def test_a_pipe_that_nobody_reads_holds_up_no_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    WorkloadCapture(path, "h8_p1").note(batch(1), 1, 2)
+    assert f"kgen stops capturing the workload: {path}: is no regular file" in caplog.text
 
 
 @pytest.mark.parametrize("room", [0, 10])

@@ -33,10 +33,17 @@ def test_a_capture_is_counted_by_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("not json\n", r"capture.jsonl:1: is no record of a captured shape, not json"),
+        ("not json\n", r"capture.jsonl:1: is no record of a captured shape, 'not json'"),
+        ("[" * 100_000 + "\n", r"capture.jsonl:1: is no record of a captured shape"),
+        (line().replace('"batch": 2', '"batch": ' + "9" * 5000), r"capture.jsonl:1: is no record of a captured shape"),
+        ("\x1b[2J\n", r"is no record of a captured shape, '\\x1b\[2J'"),  # a terminal would obey it
         (line() + '{"family": "verify_mla", "layout": "h8_p1"}\n', r"capture.jsonl:2: lacks a layout, batch"),
         (line(prefixes=(-7,)), r"capture.jsonl:1: lacks a layout, batch, nodes or prefixes"),
         (line(prefixes=(True,)), r"capture.jsonl:1: lacks a layout, batch, nodes or prefixes"),
+        (line(prefixes=(10**400,)), r"capture.jsonl:1: lacks a layout, batch, nodes or prefixes"),
+        (line(nodes=2**31), r"capture.jsonl:1: lacks a layout, batch, nodes or prefixes"),
+        (line("\x1b[31m"), r"capture.jsonl:1: lacks a layout, batch, nodes or prefixes"),
+        (line("\ud800"), r"capture.jsonl:1: lacks a layout, batch, nodes or prefixes"),
         ("", "holds no shapes of verify_mla"),
     ],
 )

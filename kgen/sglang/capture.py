@@ -19,6 +19,9 @@ DEFAULT_LINES = 100_000
 PENDING = 64
 """Copies from the device that may be under way; a forward that finds all of them taken is not recorded."""
 
+FIRST_FIELD = b'{"family": '
+"""How each line begins."""
+
 logger = logging.getLogger("kgen.sglang")
 
 
@@ -26,7 +29,8 @@ class WorkloadCapture:
     """Appends one line a verify forward to ``path``, until it has ``most_lines``; off without a path.
 
     The file is opened once and every line is one unbuffered write, so a reader sees all of it or nothing, and a fork or
-    a kill neither repeats nor loses one. What the file cannot take ends the capture with one warning.
+    a kill neither repeats nor loses one. What the file cannot take ends the capture with one warning; a file that is
+    something else is left as it is.
     """
 
     def __init__(self, path: Path | None, layout: str, most_lines: int = DEFAULT_LINES) -> None:
@@ -37,7 +41,7 @@ class WorkloadCapture:
         try:
             self._left = most_lines - _whole_lines(path)
             self._file = path.open("ab", buffering=0)
-        except OSError as error:
+        except (OSError, InputError) as error:
             self._stop(error)
 
     @classmethod
@@ -90,17 +94,24 @@ class WorkloadCapture:
             if written != len(line):
                 self._stop(os.strerror(errno.ENOSPC))
 
-    def _stop(self, error: OSError | str) -> None:
+    def _stop(self, error: Exception | str) -> None:
         logger.warning("kgen stops capturing the workload: %s", error)
         self._left = 0
         self._pending.clear()
 
 
-def _whole_lines(path: Path | None) -> int:
-    """Lines that a capture already has; the rest of one that was cut off is taken away."""
-    if path is None or not path.is_file():
+def _whole_lines(path: Path) -> int:
+    """Lines that a capture already has; the rest of one that was cut off is taken away.
+
+    Raises InputError where something else is there: a pipe would hold up the server, a file would lose its last line.
+    """
+    if not path.exists():
         return 0
+    if not path.is_file():
+        raise InputError(str(path), "is no regular file")
     data = path.read_bytes()
+    if not data.startswith(FIRST_FIELD[: len(data)]):
+        raise InputError(str(path), "is there already, and is no capture", remedy="name another file")
     if not data.endswith(b"\n") and data:
         os.truncate(path, data.rfind(b"\n") + 1)
     return data.count(b"\n")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kgen.errors import KgenError
 from kgen.resources import GENERATED
 from kgen.runtime import Pack, load_pack
+from kgen.runtime.dispatch import runs_on
 
 if TYPE_CHECKING:
     from kgen.sglang.tally import Tally
@@ -96,12 +97,18 @@ def missing_from_sglang() -> str:
 
 
 def missing_from_machine(pack: Pack) -> str:
-    """Why no GPU here runs the pack, or nothing. Raises ForeignArchError."""
+    """Why no GPU here runs the pack, or nothing. Raises ForeignArchError.
+
+    The one that serves is not known yet (``--base-gpu-id``); a backend on another looks again.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return "no CUDA GPU is usable"
-    pack.dispatcher().target(torch.cuda.get_device_capability())
+    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    archs = [pack.manifest.targets[name].arch for name in pack.manifest.dispatch]
+    if not any(runs_on(arch, capability) for arch in archs for capability in capabilities):
+        pack.dispatcher().target(capabilities[0])  # raises, and lists what the pack has
     return ""
 
 

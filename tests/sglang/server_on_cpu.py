@@ -22,7 +22,11 @@ sys.modules["vllm._custom_ops"].rotary_embedding = None  # type: ignore[attr-def
 
 from sglang.srt.plugins import load_plugins
 
-with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.get_device_capability", lambda *_: (12, 0)):
+with (
+    patch("torch.cuda.is_available", lambda: True),
+    patch("torch.cuda.device_count", lambda: 1),
+    patch("torch.cuda.get_device_capability", lambda _: (12, 0)),
+):
     load_plugins()
 
 from sglang.kernels.ops.speculative import cache_locs, reconstruct_tree, spec_tree

@@ -17,7 +17,11 @@ import sys; sys.path.insert(0, sys.argv.pop(1))
 import sglang_harness
 from unittest.mock import patch
 from sglang.srt.plugins import load_plugins
-with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.get_device_capability", lambda *_: (12, 0)):
+with (
+    patch("torch.cuda.is_available", lambda: True),
+    patch("torch.cuda.device_count", lambda: 1),
+    patch("torch.cuda.get_device_capability", lambda _: (12, 0)),
+):
     load_plugins()
 import sglang_h200
 sglang_h200.main()

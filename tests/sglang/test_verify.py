@@ -23,6 +23,7 @@ from kgen.errors import InputError
 from kgen.family import families
 from kgen.runtime import Pack
 from kgen.runtime.backends import CudaBackend, EmulatorBackend
+from kgen.sglang import attend
 from kgen.sglang.plugin import BACKEND, checked_pack, enable
 from kgen.sglang.suitable import unsuitable_layer, unsuitable_server
 from kgen.sglang.tally import Tally
@@ -478,6 +479,13 @@ def too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatorBackend, "load", load)
 
 
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nProcess 17 has 90 GiB in use.")
+
+    monkeypatch.setattr(attend, "prepare", prepare)
+
+
 def newer_kgen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(families()["verify_mla"]), "plan_version", 99)
 
@@ -486,6 +494,7 @@ def newer_kgen(monkeypatch: pytest.MonkeyPatch) -> None:
     ("spoil", "reason"),
     [
         (newer_kgen, "is for another kgen, which launches verify_mla differently, kgen "),
+        (no_memory, "no memory for the workspace"),
         (too_little_shared_memory, " B of shared memory a block, this GPU has 49152 B; tune and emit a pack for this"),
     ],
 )
@@ -497,6 +506,7 @@ def test_a_pack_that_this_server_cannot_run(
     ((kind, said),) = tally.left
     assert kind == "attention"
     assert reason in said
+    assert "\n" not in said  # it is logged as one line, and a label of metrics
     step, layer = harness.make_step(runner, PREFIXES, NODES), harness.make_layer()
     assert torch.equal(harness.eager(ours, layer, step), harness.eager(stock, layer, step))
     assert ran(tally) == 0
