@@ -11,7 +11,7 @@ import numpy as np
 
 from kgen.defrag import Cost, Plan, PoolState, SlotAllocator, apply_plan, plan_contiguity, plan_tail_compaction
 from kgen.defrag.runs import Array
-from kgen.errors import ValidationError
+from kgen.errors import InputError, ValidationError
 from kgen.runtime import PointerTable, default_pack, prepare
 
 MOVE_LAYOUT, ROW_BYTES = "mla_fp8_disjoint", 576
@@ -76,7 +76,7 @@ class DemoServer:
         self._listed = self._tensor(np.concatenate(state.others))
         self.allocator = SlotAllocator(state.slots)
         self.allocator.reserve(np.flatnonzero(state.is_used))
-        most = max(1, settings.budget_bytes // (ROW_BYTES * settings.layers))
+        most = settings.budget_bytes // (ROW_BYTES * settings.layers)
         self._move = prepare(
             default_pack("kv_defrag"),
             family="kv_defrag",
@@ -139,12 +139,16 @@ def run_demo(
 ) -> tuple[PoolState, PoolState]:
     """Fragment, compact the tail, make requests contiguous, in plans of the budget; the states before and after.
 
-    ``on_plan`` hears of every plan by kind. Raises ValidationError if any request then reads other bytes.
+    ``on_plan`` hears of every plan by kind. Raises InputError for a budget that no slot fits in, ValidationError if any
+    request then reads other bytes.
     """
+    cost = Cost(ROW_BYTES * settings.layers, settings.budget_bytes, settings.read_write_gb_s)
+    if cost.most_slots == 0:
+        seen = f"{cost.budget_bytes} bytes for slots of {cost.slot_bytes}"
+        raise InputError("budget", "is for less than a slot in all layers", seen=seen)
     before = fragmented(settings)
     server = DemoServer(before, settings, device, cache_dir)
     wanted = server.read()
-    cost = Cost(ROW_BYTES * settings.layers, settings.budget_bytes, settings.read_write_gb_s)
     for kind, planner in (("tail compaction", plan_tail_compaction), ("contiguity", plan_contiguity)):
         for _ in range(MOST_PLANS):
             plan = planner(server.state(), cost)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ class Server:
             raise StoppedError
         self.steps_left -= 1
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: Plan, *, again: bool = False) -> None:
         def copy(source: Array, target: Array) -> None:
             for place in range(source.size):  # not simultaneous, and stopped anywhere: the plan must not mind
                 self.step()
@@ -106,13 +107,11 @@ class Server:
 
             return rewrite
 
-        apply_plan(
-            plan,
-            reserve=self.allocator.reserve,
-            copy=copy,
-            flips=[flip(self.requests), flip(self.others)],
-            release=self.allocator.free,
-        )
+        flips = [flip(self.requests), flip(self.others)]
+        if again:
+            apply_plan(plan, copy=copy, flips=flips, release=self.allocator.free)
+        else:
+            apply_plan(plan, copy=copy, flips=flips, release=self.allocator.free, reserve=self.allocator.reserve)
 
     def is_free(self) -> Array:
         return self.allocator.is_free()
@@ -161,7 +160,13 @@ def test_an_interrupted_plan_leaves_every_reference_valid(planner: Planner, stat
     except StoppedError:
         live = np.concatenate([*server.requests, *server.others, state.pinned])
         assert not server.is_free()[live].any(), "nobody's slot can be handed out"
+        assert server.read() == before
+        server.steps_left = 10**9
+        server.run(plan, again=True)
     assert server.read() == before
+    pages = np.unique(np.flatnonzero(state.is_used) // state.page_size).size
+    free = state.slots - (1 + pages) * state.page_size
+    assert server.allocator.available_size() == free, "what was stopped can be brought to its end"
 
 
 @settings(max_examples=200, deadline=None)
@@ -296,11 +301,38 @@ def test_allocations_continue_and_fill_the_shortest_run_that_fits() -> None:
     assert allocator.alloc(100) is None
 
 
+def test_the_longest_runs_are_taken_until_one_holds_the_rest() -> None:
+    allocator = SlotAllocator(20)
+    allocator.reserve(slots(4, 6, 11, 14, 17, 19))  # leaves runs of 3, 1, 4, 2, 2 and 1
+    got = allocator.alloc(8)
+    assert got is not None
+    assert got.tolist() == [7, 8, 9, 10, 1, 2, 3, 5], "4, 3, and then the first of 1"
+    assert np.flatnonzero(allocator.is_free()).tolist() == [12, 13, 15, 16, 18]
+    allocator.free(slots(5, 4, 6, 3))
+    assert np.flatnonzero(allocator.is_free()).tolist() == [3, 4, 5, 6, 12, 13, 15, 16, 18]
+    more = allocator.alloc(3)
+    assert more is not None
+    assert more.tolist() == [3, 4, 5]
+
+
+def test_a_pool_of_single_holes_is_no_slower_by_the_slot() -> None:
+    allocator = SlotAllocator(1 << 18)
+    start = perf_counter()
+    allocator.reserve(np.arange(2, 1 << 18, 2))
+    got = allocator.alloc(1 << 16)
+    assert got is not None
+    assert np.array_equal(got, np.arange(1, 1 << 17, 2))
+    allocator.free(got)
+    assert allocator.available_size() == 1 << 17
+    assert perf_counter() - start < 10, "some 0.2 s; 30 minutes where every hole is looked for anew"
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
         (lambda a: a.free(slots(4, 8)), "cannot be freed: free already, page 2"),
         (lambda a: a.free(slots(0)), "cannot be freed: reserved or outside"),
+        (lambda a: a.free(slots(4, 99)), "cannot be freed: reserved or outside the pool, page 24"),
         (lambda a: a.reserve(slots(4)), "cannot be reserved: not free, slot 4"),
         (lambda a: a.alloc(6), "must be a multiple of the page size 4, 6"),
     ],
@@ -333,6 +365,12 @@ def test_the_demo_names_a_picture_that_cannot_be_written(capfd: pytest.CaptureFi
     words = ["defrag", "demo", "--device", "cpu", "--slots", "128", "--requests", "2"]
     assert main([*words, "--out", "/nowhere/at/all.png"]) == 2
     assert "error: /nowhere/at/all.png: cannot be written, No such file or directory" in capfd.readouterr().err
+
+
+def test_the_demo_refuses_a_budget_that_moves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["defrag", "demo", "--device", "cpu", "--slots", "128", "--requests", "2", "--budget-kb", "1"]) == 2
+    said = capfd.readouterr().err
+    assert "error: budget: is for less than a slot in all layers, 1000 bytes for slots of 1152" in said
 
 
 def test_colours_tell_who_has_a_slot() -> None:

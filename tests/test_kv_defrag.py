@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kgen.build.toolchain import find_toolchain
 from kgen.errors import InputError, TensorError
-from kgen.family import Candidate, slice_addresses
+from kgen.family import Candidate, Case, slice_addresses
 from kgen.render import render
 from kgen.resources import SPECS, TEMPLATES
 from kgen.runtime import PointerTable, PreparedCall, default_pack, prepare
@@ -310,6 +310,15 @@ def test_padding_onto_itself_is_no_double_destination(checked: dict[str, Prepare
     row = pool[1][7].clone()
     checked["mla_fp8"](layer_ptrs=PointerTable(pool), src_slots=at(7, 0, 0), dst_slots=at(3, 0, 0))
     assert torch.equal(pool[1][3], row)
+    checked["mla_fp8"](layer_ptrs=PointerTable(pool), src_slots=at(0, 7, 0), dst_slots=at(0, 0, 0))
+    assert torch.equal(pool[1][0], row), "what stays is nothing to do, so that its slot can be a destination"
+
+
+def test_the_reference_leaves_out_a_row_that_stays() -> None:
+    pool = np.arange(6, dtype=np.uint32).reshape(1, 3, 2)
+    inputs = {"pool": pool, "src_slots": np.array([2, 1]), "dst_slots": np.array([1, 1])}
+    found = MOVES.family.reference({"row_bytes": 8, "moves": "any"}, Case("twice", {"counts": [2]}), inputs)
+    assert found["pool"][0].tolist() == [[0, 1], [4, 5], [4, 5]]
 
 
 def test_lists_in_the_pool_are_refused(move: PreparedCall) -> None:
@@ -355,6 +364,9 @@ def test_a_table_takes_the_caller_s_own_pointers() -> None:
         PointerTable(pool, pointers=addresses + 16)
     with pytest.raises(TensorError, match=r"layer_ptrs: must have pointers of dtype uint64 on cpu, torch\.int32"):
         PointerTable(pool, pointers=addresses.int())
+    keys_and_values = torch.stack([addresses, addresses + 16], dim=1)
+    with pytest.raises(TensorError, match=r"layer_ptrs: must have contiguous pointers, has strides \[2\]"):
+        PointerTable(pool, pointers=keys_and_values[:, 0])
 
 
 def test_rows_apart_keep_what_lies_between(move: PreparedCall) -> None:
@@ -411,6 +423,18 @@ def test_a_wrong_rewrite_is_refused_by_name(rewrite: PreparedCall, change: dict[
     with pytest.raises(TensorError, match=reason):
         rewrite(**arguments)
     assert not tokens.any()
+
+
+@pytest.mark.parametrize("axis", ["context", "entries"])
+def test_a_rewrite_that_kernels_cannot_count_is_refused(axis: str) -> None:
+    capacity = {"requests": 1, "context": 1 << 29, "entries": 1 << 29, "moved_percent": 100}
+    REMAP.family.binding(REMAP.layout("int32"), capacity)
+    for candidate in enumerate_space(REMAP, "int32", REMAP.target(TARGET)).candidates:
+        plan = REMAP.family.plan(candidate, REMAP.layout("int32"), capacity, sms=188, resident_blocks=2)
+        last = (plan.scalars["parts"] - plan.scalars["row_parts"] + plan.scalars["blocks"] + 1) * 4
+        assert last * int(candidate["warps"]) * 32 * int(candidate["vectors"]) < 1 << 31
+    with pytest.raises(InputError, match=rf"^capacity: has more {axis} than 536870912, 536870913$"):
+        REMAP.family.binding(REMAP.layout("int32"), capacity | {axis: (1 << 29) + 1})
 
 
 LAYOUT_PROBLEMS: list[tuple[Spec, Candidate, str]] = [

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-
 import numpy as np
 
-from kgen.defrag.runs import Array, runs_of
+from kgen.defrag.runs import Array
 from kgen.errors import InputError
 
 
 class SlotAllocator:
     """Free slots as sorted runs of pages; what is freed joins its neighbours at once.
 
-    Stands in for SGLang's token allocators: `alloc`, `free`, `available_size`, `clear`, with slots (int64) instead of
-    tensors. ``slots`` counts the reserved first page; sizes and counts are in slots, and whole pages are handed out.
+    `alloc`, `free`, `available_size`, `clear` do what those of SGLang's token allocators do, with numpy arrays of slots
+    (int64) instead of tensors; it also refuses what is free already. ``slots`` counts the reserved first page; sizes
+    and counts are in slots, and whole pages are handed out. Every call takes time in proportion to the free runs.
     """
 
     def __init__(self, slots: int, page_size: int = 1) -> None:
@@ -22,17 +21,15 @@ class SlotAllocator:
             seen = f"{slots} slots in pages of {page_size}"
             raise InputError("slots", "must be whole pages, one of them reserved and one more", seen=seen)
         self.slots, self.page_size = slots, page_size
-        self._starts: list[int] = []
-        self._ends: list[int] = []
         self.clear()
 
     def clear(self) -> None:
         """Everything is free but the reserved page."""
-        self._starts, self._ends = [1], [self.slots // self.page_size]
+        self._starts, self._ends = np.array([1]), np.array([self.slots // self.page_size])
 
     def available_size(self) -> int:
         """Free slots."""
-        return (sum(self._ends) - sum(self._starts)) * self.page_size
+        return int((self._ends - self._starts).sum()) * self.page_size
 
     def alloc(self, count: int, after: int | None = None) -> Array | None:
         """``count`` slots (a multiple of the page size), or None where there are not so many.
@@ -44,67 +41,77 @@ class SlotAllocator:
             raise InputError("count", f"must be a multiple of the page size {self.page_size}", seen=str(count))
         if count > self.available_size():
             return None
-        wanted, taken = count // self.page_size, []
+        wanted, taken = count // self.page_size, [np.zeros(0, np.int64)]
         if after is not None and wanted:
-            taken.append(self._take_at((after + 1) // self.page_size, wanted))
+            taken.append(self._continue((after + 1) // self.page_size, wanted))
             wanted -= taken[-1].size
-        while wanted:
-            lengths = np.subtract(self._ends, self._starts)
-            fitting = np.flatnonzero(lengths >= wanted)
-            at = int(fitting[np.argmin(lengths[fitting])]) if fitting.size else int(np.argmax(lengths))
-            taken.append(self._take_at(self._starts[at], wanted))
-            wanted -= taken[-1].size
-        pages = np.concatenate(taken) if taken else np.zeros(0, np.int64)
+        if wanted:
+            chosen = self._choose(wanted)
+            starts, lengths = self._starts[chosen], self._ends[chosen] - self._starts[chosen]
+            lengths[-1] = wanted - lengths[:-1].sum()
+            self._remove(starts, starts + lengths)
+            taken += map(np.arange, starts, starts + lengths)
+        pages = np.concatenate(taken)
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
     def reserve(self, slots: Array) -> None:
-        """Take these free slots' pages, whole. Raises InputError for one that is not free."""
+        """Take these free slots' pages, whole. Raises InputError, before anything changes, for one that is not free."""
         pages = np.unique(slots // self.page_size)
-        for page in pages.tolist():
-            at = bisect_right(self._starts, page) - 1
-            if at < 0 or self._ends[at] <= page:
-                raise InputError("slots", "cannot be reserved: not free", seen=f"slot {page * self.page_size}")
-        for page in pages.tolist():
-            self._take_at(page, 1)
+        at = np.searchsorted(self._starts, pages, side="right") - 1
+        taken = pages[(at < 0) | (self._ends[at] <= pages)] if self._ends.size else pages
+        if taken.size:
+            raise InputError("slots", "cannot be reserved: not free", seen=f"slot {taken[0] * self.page_size}")
+        self._remove(*_runs(pages))
 
     def free(self, slots: Array) -> None:
         """Give the pages of these slots back, whole. Raises InputError, before anything changes, if one is free."""
         pages = np.unique(slots // self.page_size)
-        flags = np.zeros(self.slots // self.page_size, dtype=bool)
-        if pages.size and (pages[0] < 1 or pages[-1] >= flags.size):
-            raise InputError("slots", "cannot be freed: reserved or outside the pool", seen=f"page {pages[0]}")
-        flags[pages] = True
-        starts, lengths = runs_of(flags)
-        runs = list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
-        for start, end in runs:
-            at = bisect_left(self._ends, start + 1)
-            if at < len(self._starts) and self._starts[at] < end:
-                raise InputError("slots", "cannot be freed: free already", seen=f"page {max(start, self._starts[at])}")
-        for start, end in runs:
-            self._join(start, end)
+        outside = pages[(pages < 1) | (pages >= self.slots // self.page_size)]
+        if outside.size:
+            raise InputError("slots", "cannot be freed: reserved or outside the pool", seen=f"page {outside[0]}")
+        at = np.searchsorted(self._starts, pages, side="right") - 1
+        twice = pages[(at >= 0) & (self._ends[at] > pages)] if self._ends.size else pages[:0]
+        if twice.size:
+            raise InputError("slots", "cannot be freed: free already", seen=f"page {twice[0]}")
+        starts, ends = _runs(pages)
+        starts, ends = np.sort(np.append(self._starts, starts)), np.sort(np.append(self._ends, ends))
+        apart = starts[1:] != ends[:-1]
+        self._starts = starts[np.append(True, apart)[: starts.size]]
+        self._ends = ends[np.append(apart, True)[: ends.size]]
 
     def is_free(self) -> Array:
         """Which slots are free, bool [slots]."""
-        pages = np.zeros(self.slots // self.page_size, dtype=bool)
-        for start, end in zip(self._starts, self._ends, strict=True):
-            pages[start:end] = True
-        return pages.repeat(self.page_size)
+        edges = np.zeros(self.slots // self.page_size + 1, np.int8)
+        edges[self._starts], edges[self._ends] = 1, -1
+        return edges[:-1].cumsum(dtype=np.int8).astype(bool).repeat(self.page_size)
 
-    def _take_at(self, page: int, most: int) -> Array:
-        """Up to ``most`` free pages from ``page`` on, none if it is not free."""
-        at = bisect_right(self._starts, page) - 1
-        if at < 0 or self._ends[at] <= page:
+    def _choose(self, wanted: int) -> Array:
+        """Indices of the runs that hold ``wanted`` pages; all are taken whole but the last."""
+        lengths = self._ends - self._starts
+        longest_first = np.argsort(-lengths, kind="stable")
+        descending = lengths[longest_first]
+        left = wanted - (np.cumsum(descending) - descending)  # when it is a run's turn
+        whole = int(np.argmax(descending >= left))
+        fitting = longest_first[whole:][descending[whole:] >= left[whole]]
+        shortest = fitting[np.argmax(lengths[fitting] == lengths[fitting[-1]])]
+        return np.append(longest_first[:whole], shortest)
+
+    def _continue(self, page: int, most: int) -> Array:
+        """Take up to ``most`` free pages from ``page`` on, none if it is not free."""
+        at = int(np.searchsorted(self._starts, page, side="right")) - 1
+        end = min(int(self._ends[at]), page + most) if at >= 0 else page
+        if end <= page:
             return np.zeros(0, np.int64)
-        start, end = self._starts[at], self._ends[at]
-        last = min(end, page + most)
-        left = [(a, b) for a, b in ((start, page), (last, end)) if a < b]
-        self._starts[at : at + 1], self._ends[at : at + 1] = [a for a, _ in left], [b for _, b in left]
-        return np.arange(page, last)
+        self._remove(np.array([page]), np.array([end]))
+        return np.arange(page, end)
 
-    def _join(self, start: int, end: int) -> None:
-        at = bisect_left(self._starts, start)
-        first = at - 1 if at and self._ends[at - 1] == start else at
-        last = at + 1 if at < len(self._starts) and self._starts[at] == end else at
-        start = self._starts[first] if first < at else start
-        end = self._ends[at] if last > at else end
-        self._starts[first:last], self._ends[first:last] = [start], [end]
+    def _remove(self, starts: Array, ends: Array) -> None:
+        """Runs within the free ones: each splits one in two, of which those without pages are dropped."""
+        starts, ends = np.sort(np.append(self._starts, ends)), np.sort(np.append(self._ends, starts))
+        self._starts, self._ends = starts[starts < ends], ends[starts < ends]
+
+
+def _runs(pages: Array) -> tuple[Array, Array]:
+    """First and behind the last page (int64) of each run of ascending pages."""
+    first = np.diff(pages, prepend=pages[:1] - 2) != 1
+    return pages[first], pages[np.append(first[1:], True)[: pages.size]] + 1

@@ -240,7 +240,8 @@ class KvDefrag(Family):
         origin = np.arange(pool.shape[1])
         source, target = (_present(inputs, name)[: case.options["counts"][0]] for name in SLOT_ARRAYS)
         inside = (source >= 0) & (source < origin.size) & (target >= 0) & (target < origin.size)
-        origin[target[inside]] = source[inside]  # a slot that appears twice is a target of itself alone, by definition
+        moves = inside & (source != target)  # a row that stays may be another's destination
+        origin[target[moves]] = source[moves]
         layer, slot = np.divmod(np.arange(pool.shape[0] * pool.shape[1]) if rows is None else rows, pool.shape[1])
         moved = pool[layer, slot].astype(np.float64)
         words = integer(layout, "row_bytes") // 4  # what lies between rows stays

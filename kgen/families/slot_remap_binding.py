@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kgen.binding import Binding, Point, Sizes, TensorRule
-from kgen.errors import TensorError
+from kgen.errors import InputError, TensorError
 
 WIDE_ARRAYS = ("lengths", "slot_list")  # their places are bits of wide
 SLOT_DTYPES = ("int32", "int64")
 VECTOR_BYTES = 16
 SHORT_LIST = 4  # times as many tokens as entries, or more
+MOST_ELEMENTS = 1 << 29  # of a row or a list: kernels count in int32, and up to three times as far
 
 
 def call_scalars(
@@ -52,6 +53,10 @@ class SlotRemapBinding(Binding):
     plan_axes: ClassVar[tuple[str, ...]] = ("requests", "entries")
 
     def __init__(self, capacity: Point) -> None:
+        """Raises InputError for a capacity that the kernels cannot count to."""
+        for axis in ("context", "entries"):
+            if capacity[axis] > MOST_ELEMENTS:
+                raise InputError("capacity", f"has more {axis} than {MOST_ELEMENTS}", seen=str(capacity[axis]))
         self._capacity = capacity
 
     def sizes(self, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Sizes:

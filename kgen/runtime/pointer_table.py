@@ -34,14 +34,7 @@ class PointerTable:
         for index, tensor in enumerate(tensors):
             _check_like(f"{name}[{index}]", tensor, first)
         addresses = [tensor.data_ptr() for tensor in tensors]
-        if pointers is None:
-            pointers = torch.tensor(addresses, dtype=torch.int64).to(self.device)
-        elif pointers.dtype not in (torch.uint64, torch.int64) or pointers.device != self.device:
-            seen = f"{pointers.dtype} on {pointers.device}"
-            raise TensorError(name, f"must have pointers of dtype uint64 on {self.device}", seen=seen)
-        elif pointers.view(torch.int64).tolist() != addresses:
-            raise TensorError(name, "does not hold the addresses of the tensors", remedy="leave pointers out")
-        self.pointers = pointers
+        self.pointers = self._on_device(addresses, pointers)
         size = (self.rows - 1) * self.row_stride_bytes + self.row_bytes
         layers = [Region(f"{name}[{i}]", address, size, writable=True) for i, address in enumerate(addresses)]
         self.regions = (Region(name, self.pointers.data_ptr(), self.entries * 8, writable=False), *layers)
@@ -50,6 +43,21 @@ class PointerTable:
         for before, after in zip(self._sorted, self._sorted[1:], strict=False):
             if before.address + size > after.address:
                 raise TensorError(after.name, f"shares memory with {before.name}")
+
+    def _on_device(self, addresses: list[int], pointers: Any) -> Any:
+        """The addresses on the device: ``pointers`` if they hold them as kernels read them, new ones if None."""
+        import torch
+
+        if pointers is None:
+            return torch.tensor(addresses, dtype=torch.int64).to(self.device)
+        if pointers.dtype not in (torch.uint64, torch.int64) or pointers.device != self.device:
+            seen = f"{pointers.dtype} on {pointers.device}"
+            raise TensorError(self.name, f"must have pointers of dtype uint64 on {self.device}", seen=seen)
+        if not pointers.is_contiguous():
+            raise TensorError(self.name, "must have contiguous pointers", seen=f"has strides {list(pointers.stride())}")
+        if pointers.view(torch.int64).tolist() != addresses:
+            raise TensorError(self.name, "does not hold the addresses of the tensors", remedy="leave pointers out")
+        return pointers
 
     def check_apart(self, regions: Sequence[Region]) -> None:
         """Raise TensorError for the first of ``regions`` that shares memory with a tensor of the table."""
