@@ -100,6 +100,7 @@ class SlotRemap(Family):
             Parameter("moving", "pointer"),  # uint32 [filter bytes / 4]: a bit for every 2^n slots, whether any moves
             Parameter("row_stride", "int64"),  # elements from one row of req_to_token to the next
             Parameter("requests", "int32"),
+            Parameter("context", "int32"),  # elements of a row of req_to_token: no length counts for more
             Parameter("slots", "int32"),
             Parameter("entries", "int32"),
             Parameter("wide", "int32"),  # bit set of the arrays that are int64, in the order of WIDE_ARRAYS
@@ -122,7 +123,7 @@ class SlotRemap(Family):
         Constraint("registers fit", _registers_fit),
         Constraint("a block with a filter has 16 warps or more", _fills_multiprocessor),
     )
-    plan_version: ClassVar[int] = 3
+    plan_version: ClassVar[int] = 4
 
     def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
         if layout.get("map") != "int32":
@@ -184,6 +185,7 @@ class SlotRemap(Family):
             case("odd_rows", [63, 9, 65], 67, 77),
             case("no_list", [300, 200], 300, 0),
             case("no_requests", [], 4, 4099, wide=("slot_list",)),
+            case("lengths_beyond_rows", [70, 3, 1 << 30], 67, 30),
             case("long", [9000, 4097], 9000, 9001),
             case("few_move", [9000, 700], 9000, 300, moved_percent=4),
             case("neighbours_share_a_bit", [2000, 65], 2000, 0, moved_percent=2, slots=(1 << 20) + 5),
@@ -240,6 +242,7 @@ class SlotRemap(Family):
         return call_scalars(
             row_stride=stride,
             requests=0 if tokens is None else len(tokens),
+            context=stride,
             slots=slot_map.size,
             entries=0 if entries is None else entries.size,
             wide=[array is not None and array.dtype.itemsize == 8 for array in map(inputs.get, WIDE_ARRAYS)],

@@ -16,12 +16,13 @@ MOST_ELEMENTS = 1 << 29  # of a row or a list: kernels count in int32, and up to
 
 
 def call_scalars(
-    *, row_stride: int, requests: int, slots: int, entries: int, wide: list[bool], whole: list[bool]
+    *, row_stride: int, requests: int, context: int, slots: int, entries: int, wide: list[bool], whole: list[bool]
 ) -> dict[str, int | float]:
     """Parameters that say what the arrays are; ``wide`` and ``whole`` have a flag for each bit of their sets."""
     return {
         "row_stride": row_stride,
         "requests": requests,
+        "context": context,
         "slots": slots,
         "entries": entries,
         "wide": sum(flag << bit for bit, flag in enumerate(wide)),
@@ -87,6 +88,7 @@ class SlotRemapBinding(Binding):
         return call_scalars(
             row_stride=stride,
             requests=sizes.dimensions["requests"],
+            context=sizes.dimensions["context"],
             slots=tensors["slot_map"].shape[0],
             entries=sizes.dimensions["entries"],
             wide=[tensor is not None and tensor.element_size() == 8 for tensor in map(tensors.get, WIDE_ARRAYS)],

@@ -14,6 +14,7 @@ struct Params {
   Global<uint32_t> moving;
   int64_t row_stride;
   int32_t requests;
+  int32_t context;
   int32_t slots;
   int32_t entries;
   int32_t wide;
@@ -33,10 +34,11 @@ KGEN_DEVICE void remap_one(const Params& params, Global<Element> array, int i) {
   if (slot >= 0 && slot < params.slots) array.store(i, params.slot_map.load(slot));
 }
 
+// No more than a row has, whatever the length says.
 KGEN_DEVICE int row_length(const Params& params, int row) {
-  if (!((params.wide >> kLengths) & 1)) return params.lengths.load(row);
   const Global<const int64_t> wide{reinterpret_cast<const int64_t*>(params.lengths.pointer)};
-  return static_cast<int>(wide.load(row));
+  const int64_t length = (params.wide >> kLengths) & 1 ? wide.load(row) : params.lengths.load(row);
+  return static_cast<int>(length < params.context ? length > 0 ? length : 0 : params.context);
 }
 
 // Which slots may move, in shared memory: a bit for every 2^shift neighbours, so that `kBytes` do for any map. Without
