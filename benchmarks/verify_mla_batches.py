@@ -25,6 +25,7 @@ from kgen.family import Layout
 from kgen.model import floor_us
 from kgen.resources import SPECS
 from kgen.runtime import Pack, load_pack, prepare
+from kgen.runtime.manifest import DIGEST_FILE
 from kgen.spec import load_spec
 from kgen.targets import Target
 
@@ -164,7 +165,7 @@ def main() -> None:
         print(f"| {name} | {cells} |", flush=True)
     if arguments.json:
         about = {"device": torch.cuda.get_device_name(), "date": datetime.now(UTC).date().isoformat()}
-        about |= {"target": arguments.target, "pack": pack.digest}
+        about |= {"target": arguments.target, "pack": (arguments.pack / DIGEST_FILE).read_text().split()[0]}
         arguments.json.write_text(json.dumps(about | {"results": results}, indent=2) + "\n", encoding="utf-8")
     raise SystemExit(any(found["rel_error"] > TOLERANCE for found in results))
 
