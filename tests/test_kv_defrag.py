@@ -454,3 +454,10 @@ def test_a_layout_without_a_kernel_is_refused(spec: Spec, layout: Candidate, fie
 
 def test_a_table_holds_one_address_a_slice() -> None:
     assert slice_addresses(4096, np.zeros((3, 5, 2), np.uint16)).tolist() == [4096, 4116, 4136]
+
+
+@pytest.mark.parametrize("lanes", [24, 513, 1 << 31])
+def test_lanes_that_no_block_can_have_are_refused(lanes: int) -> None:
+    candidate, layout = {**MOVES.default, "lanes": lanes}, MOVES.layout("mla_bf16_disjoint")
+    assert MOVES.family.violation(MOVES.default, layout, MOVES.target("sm_120")) is None
+    assert MOVES.family.violation(candidate, layout, MOVES.target("sm_120")) == "a block has whole rows"

@@ -78,6 +78,10 @@ def _registers_fit(candidate: Candidate, layout: Layout, target: Target) -> bool
     return needed <= min(target.registers_per_thread, target.registers_per_sm // _threads(candidate))
 
 
+def _rows_fill_block(candidate: Candidate, layout: Layout, target: Target) -> bool:
+    return _is_oracle(candidate) or _threads(candidate) % integer(candidate, "lanes") == 0
+
+
 class KvDefrag(Family):
     """The family; shapes and dtypes of its parameters are beside them."""
 
@@ -110,7 +114,10 @@ class KvDefrag(Family):
     outputs: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[tuple[str, ...]] = ("layers", "rows")
     known_names: ClassVar[Mapping[str, tuple[str, ...]]] = {"algorithm": ("one_pass", "oracle")}
-    constraints: ClassVar[tuple[Constraint, ...]] = (Constraint("registers fit", _registers_fit),)
+    constraints: ClassVar[tuple[Constraint, ...]] = (
+        Constraint("registers fit", _registers_fit),
+        Constraint("a block has whole rows", _rows_fill_block),
+    )
     plan_version: ClassVar[int] = 3
 
     def layout_problem(self, layout: Layout) -> tuple[str, str, str] | None:
