@@ -274,9 +274,7 @@ class VerifyMla(Family):
             case("chain", [125 if heads <= 16 else 40], [4 * few + 1], mask="chain", lse=True),  # splits of row tiles
             case("many_nodes", [50], [many], lse=True),
             case("sharp", [150], [few], sharpness=6, lse=True),  # O is rescaled on the way
-            case(
-                "blind_nodes", [0], [33 if heads <= 16 else few], blind=2, lse=True, spare_batch=1
-            ),  # rows that see nothing
+            case("blind_nodes", [0], [33 if heads <= 16 else few], blind=2, lse=True, spare_batch=1),  # see nothing
             case("padded_request", [90, 1], [few, few], padded=1, lse=True, spare_batch=1),
             case("many_splits", [1030, 70], [1, 1], lse=True),  # more than one combine group, and round of loads
             case("many_requests", [3, 70, *[0] * 34, 1, 130], [1, 1, *[0] * 33, 1, 1, 1], lse=True),  # over 32
