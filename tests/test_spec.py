@@ -123,7 +123,7 @@ def test_the_shipped_spec_covers_the_models_it_names() -> None:
     spec = load_spec(SHIPPED)
     assert list(spec.targets) == ["sm_120", "sm_121", "sm_90"]
     assert {(layout["heads"], layout["page_size"]) for layout in spec.layouts.values()} == {
-        (heads, page) for heads in (8, 16, 64, 128) for page in (1, 64)
+        (heads, page) for heads in (8, 16, 32, 64, 128) for page in (1, 64)
     }
     assert all(layout["scale_dim"] == 192 for layout in spec.layouts.values())
     assert [target.nvcc_arch for target in spec.targets.values()] == list(spec.targets)
